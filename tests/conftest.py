@@ -1,0 +1,36 @@
+"""Make the overlays importable on a CPU machine, where vLLM's compiled package is not installed.
+
+With the real, patched engine on the path (a GPU machine) the tests import it. Without it, `vllm` becomes a bare
+package whose path is the overlay folder, so `vllm.zero_mismatch.<operator>` loads the same source file either way.
+"""
+import importlib.util
+import os
+import pathlib
+import sys
+import types
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def _cuda_available() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if not _cuda_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is first imported
+
+
+def _overlay_as_package(name: str, folder: pathlib.Path) -> None:
+    if importlib.util.find_spec(name) is None:
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+
+
+_overlay_as_package("vllm", ROOT / "overlays" / "vllm" / "vllm")
+_overlay_as_package("megatron", ROOT / "overlays" / "megatron" / "megatron")
