@@ -11,12 +11,21 @@ from dataclasses import dataclass, field
 from .errors import ConflictError
 
 HUNK = re.compile(rb"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@(.*)$")
+MODE = re.compile(rb"^(old|new|new file|deleted file) mode (\d{6})$")
+INDEX = re.compile(rb"^index ([0-9a-f]+)\.\.([0-9a-f]+)(?: (\d{6}))?$")
+SIGNATURE = re.compile(rb"\n-- \n\d[^\n]*\n*\Z")  # what format-patch ends with; no hunk line starts with a digit
+QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*"')
+ESCAPE = re.compile(rb"\\([0-3][0-7]{2}|.)", re.DOTALL)
+ESCAPES = dict(zip(b'abtnvfr"\\', b'\a\b\t\n\v\f\r"\\', strict=True))
 UNSUPPORTED = (b"rename from ", b"rename to ", b"copy from ", b"copy to ", b"GIT binary patch", b"Binary files ")
 
 
 @dataclass(frozen=True)
 class Hunk:
-    """Line numbers are 1-based; `lines` keep their leading ' ', '+', '-' or '\\' and no newline."""
+    """Line numbers are 1-based; `lines` keep their leading ' ', '+', '-' or '\\' and no newline.
+
+    `line` is where the hunk's header stands in the diff that was read; `lines[i]` stands at `line + 1 + i`.
+    """
 
     old_start: int
     old_count: int
@@ -24,6 +33,7 @@ class Hunk:
     new_count: int
     section: str
     lines: tuple[bytes, ...]
+    line: int = field(default=0, compare=False)
 
     def old_lines(self) -> list[bytes]:
         return [line[1:] for line in self.lines if line[:1] in (b" ", b"-")]
@@ -34,7 +44,7 @@ class Hunk:
 
 @dataclass
 class FileDiff:
-    """One file of a patch. `old` is None for a creation, `new` for a deletion; modes are git's octal strings."""
+    """One file of a patch. Modes are git's octal strings; `line` is where its `diff --git` stands in the diff read."""
 
     path: str
     created: bool = False
@@ -44,6 +54,7 @@ class FileDiff:
     old_blob: str = ""
     new_blob: str = ""
     hunks: list[Hunk] = field(default_factory=list)
+    line: int = field(default=0, compare=False)
 
     @property
     def added(self) -> int:
@@ -56,10 +67,16 @@ class FileDiff:
 
 def unquote(name: bytes) -> str:
     """A path as git prints it: C-quoted when it holds unusual bytes (core.quotePath)."""
-    if not name.startswith(b'"'):
-        return name.decode("utf-8", "surrogateescape")
-    raw = name[1:-1].decode("latin-1").encode("latin-1").decode("unicode_escape").encode("latin-1")
-    return raw.decode("utf-8", "surrogateescape")
+    if name.startswith(b'"'):
+        name = ESCAPE.sub(_unescape, name[1:-1])
+    return name.decode("utf-8", "surrogateescape")
+
+
+def _unescape(match: re.Match[bytes]) -> bytes:
+    code = match[1]
+    if len(code) == 3:
+        return bytes([int(code, 8)])
+    return bytes([ESCAPES[code[0]]]) if code[0] in ESCAPES else match[0]
 
 
 def _strip(name: bytes, prefix: str, where: str) -> str | None:
@@ -75,87 +92,90 @@ def _strip(name: bytes, prefix: str, where: str) -> str | None:
 def _header_path(line: bytes, where: str) -> str:
     """The path of `diff --git a/P b/P`; both sides are equal, as renames are never written."""
     rest = line[len(b"diff --git "):]
-    if rest.startswith(b'"'):
-        end = rest.index(b'" ', 1)
-        return unquote(rest[: end + 1])[2:]
-    half = (len(rest) - 1) // 2
-    first, second = rest[:half], rest[half + 1 :]
+    if rest.endswith(b"\r"):
+        raise ConflictError(f"{where}: the patch file itself was turned into CRLF", remedy="take it again from git, as it was")
+    quoted = QUOTED.match(rest)
+    half = quoted.end() if quoted else (len(rest) - 1) // 2
+    first, second = unquote(rest[:half]), unquote(rest[half + 1 :])
     if first[2:] != second[2:]:
         raise ConflictError(f"{where}: a rename: {rest!r}", remedy="write it as a deletion and a creation (export does)")
-    return unquote(first)[2:]
+    if not first.startswith("a/") or not second.startswith("b/"):
+        raise ConflictError(f"{where}: {rest!r} lacks the prefixes a/ and b/", remedy="write it with apply.py export")
+    return first[2:]
 
 
 def parse(data: bytes, where: str) -> list[FileDiff]:
-    """The files of a diff. Raises ConflictError (`where` names the patch) if a hunk's counts do not match its lines."""
+    """The files of a diff. Raises ConflictError (`where` names the patch) for anything that is not wholly understood:
+    git itself skips what lies between hunks, so a hunk with too small a count loses its last lines without a word."""
     files: list[FileDiff] = []
-    lines = data.split(b"\n")
+    lines = SIGNATURE.sub(b"\n", data).removesuffix(b"\n").split(b"\n")
     at = 0
     while at < len(lines):
         line = lines[at]
         if line.startswith(b"diff --git "):
-            files.append(FileDiff(_header_path(line, where)))
+            files.append(FileDiff(_header_path(line, where), line=at + 1))
         elif line.startswith(UNSUPPORTED):
             raise ConflictError(f"{where}: renames, copies and binary hunks are not carried: {line[:60]!r}",
                                 remedy="write it as text, a deletion and a creation; put binary files in the overlay")
-        elif files and not line.startswith(b"@@ "):
-            _file_header(files[-1], line, where)
         elif line.startswith(b"@@ "):
             if not files:
                 raise ConflictError(f"{where}: a hunk before any 'diff --git' line", remedy="apply.py export rewrites it")
             hunk, at = _hunk(lines, at, where)
             files[-1].hunks.append(hunk)
             continue
+        elif files and not files[-1].hunks:
+            _file_header(files[-1], line, where)
+        elif any(lines[at:]):
+            raise ConflictError(f"{where}: line {at + 1} of the diff belongs to no hunk: {line[:60]!r}",
+                                remedy="take the patch again from its tree with apply.py refresh")
         at += 1
     return files
 
 
 def _file_header(file: FileDiff, line: bytes, where: str) -> None:
-    text = line.decode("latin-1")
-    for key in ("new file mode ", "deleted file mode ", "old mode ", "new mode "):
-        if text.startswith(key):
-            mode = text[len(key):]
-            file.created |= key.startswith("new file")
-            file.deleted |= key.startswith("deleted")
-            if key.startswith(("new", "deleted")):
-                file.new_mode = mode
-            if key.startswith("old"):
-                file.old_mode = mode
-    if text.startswith("index "):
-        blobs, _, mode = text[len("index "):].partition(" ")
-        file.old_blob, _, file.new_blob = blobs.partition("..")
-        file.new_mode = file.new_mode or mode
-    for prefix, marker in (("a/", b"--- "), ("b/", b"+++ ")):
-        if line.startswith(marker):
-            path = _strip(line[4:], prefix, where)
-            if path is not None and path != file.path:
-                raise ConflictError(f"{where}: {marker.decode().strip()} names {path!r} under a header for {file.path!r}",
-                                    remedy="apply.py export rewrites it")
+    if match := MODE.match(line):
+        mode = match[2].decode()
+        file.created |= match[1] == b"new file"
+        file.deleted |= match[1] == b"deleted file"
+        if match[1] == b"old":
+            file.old_mode = mode
+        else:
+            file.new_mode = mode
+    elif match := INDEX.match(line):
+        file.old_blob, file.new_blob = match[1].decode(), match[2].decode()
+        file.new_mode = file.new_mode or (match[3] or b"").decode()
+    elif line.startswith((b"--- ", b"+++ ")):
+        path = _strip(line[4:], "a/" if line.startswith(b"---") else "b/", where)
+        if path is not None and path != file.path:
+            raise ConflictError(f"{where}: {line[:3].decode()} names {path!r} under a header for {file.path!r}",
+                                remedy="apply.py export rewrites it")
+    else:
+        raise ConflictError(f"{where}: not a line of a diff's header: {line[:60]!r}",
+                            remedy="take the patch again from its tree with apply.py refresh")
 
 
 def _hunk(lines: list[bytes], at: int, where: str) -> tuple[Hunk, int]:
     match = HUNK.match(lines[at])
     if not match:
         raise ConflictError(f"{where}: not a hunk header: {lines[at][:80]!r}", remedy="apply.py export rewrites it")
-    old_start, new_start = int(match[1]), int(match[3])
     old_left = old_count = int(match[2] or 1)
     new_left = new_count = int(match[4] or 1)
-    body, start = [], at
-    at += 1
-    while old_left > 0 or new_left > 0 or (at < len(lines) and lines[at].startswith(b"\\")):
-        kind = lines[at][:1] if at < len(lines) else b"?"
-        if kind == b"":
-            kind, lines[at] = b" ", b" "  # mail tools strip the space of an empty context line
-        if kind not in (b" ", b"+", b"-", b"\\"):
-            raise ConflictError(
-                f"{where}: corrupt hunk at line {start + 1}: {old_left} old and {new_left} new lines are missing",
-                remedy="take the patch again from its tree with apply.py refresh",
-            )
+    body: list[bytes] = []
+    for line in lines[at + 1 :]:
+        line = line or b" "  # mail tools strip the space of an empty context line
+        kind = line[:1]
+        if kind == b"\\" and body:
+            body.append(line)
+            continue
+        if old_left <= 0 and new_left <= 0 or kind not in (b" ", b"+", b"-"):
+            break
         old_left -= kind in (b" ", b"-")
         new_left -= kind in (b" ", b"+")
-        body.append(lines[at])
-        at += 1
-    if old_left < 0 or new_left < 0:
-        raise ConflictError(f"{where}: corrupt hunk at line {start + 1}: more lines than its header counts",
-                            remedy="take the patch again from its tree with apply.py refresh")
+        body.append(line)
+    if old_left or new_left:
+        raise ConflictError(
+            f"{where}: corrupt hunk at line {at + 1} of the diff: its header and its lines differ by {old_left} old and "
+            f"{new_left} new", remedy="take the patch again from its tree with apply.py refresh")
     section = match[5].decode("utf-8", "replace").strip()
-    return Hunk(old_start, old_count, new_start, new_count, section, tuple(body)), at
+    hunk = Hunk(int(match[1]), old_count, int(match[3]), new_count, section, tuple(body), line=at + 1)
+    return hunk, at + 1 + len(body)
