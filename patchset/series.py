@@ -16,6 +16,8 @@ from .errors import ConflictError, UsageError
 from .pins import Profile
 
 TRAILER = re.compile(r"^([A-Z][A-Za-z]*(?:-[A-Z][A-Za-z]*)*): (.*)$")
+RULER = re.compile(r"^---[ \t]*$", re.MULTILINE)
+PREFIX = re.compile(r"^\[PATCH[^]]*\] *")
 SLUG = re.compile(r"^[a-z0-9]+(-[a-z0-9]+)*$")
 
 
@@ -63,27 +65,35 @@ def parse_patch(upstream: str, slug: str, path: Path, raw: bytes) -> Patch:
     start = raw.find(b"\ndiff --git ")
     if start < 0:
         raise ConflictError(f"{path.name} holds no diff", remedy="make the change in the tree, then apply.py refresh")
-    head = raw[: start + 1].decode("utf-8")
     patch = Patch(upstream, slug, path, raw, text=raw[start + 1 :])
-    header, _, message = head.partition("\n\n")
-    for line in re.sub(r"\n[ \t]+", " ", header).splitlines():
-        key, _, value = line.partition(": ")
-        if key == "From":
-            patch.author = value
-        elif key == "Date":
-            patch.date = value
-        elif key == "Subject":
-            patch.subject = value.removeprefix("[PATCH] ")
+    read_head(patch, raw[: start + 1])
     if not patch.subject:
         raise ConflictError(f"{path.name} has no Subject line", remedy="add one: what is hooked, which property it gives")
-    message = message.removesuffix("---\n").strip("\n")
+    return patch
+
+
+def read_head(patch: Patch, head: bytes) -> None:
+    """Fill in author, date, subject, body and trailers from what stands above the diff."""
+    try:
+        text = head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConflictError(f"{patch.path.name}: its header is not UTF-8: {error}", remedy="save it as UTF-8") from None
+    header, _, message = text.partition("\n\n")
+    for line in re.sub(r"\n[ \t]+", " ", header).split("\n"):
+        key, _, value = line.partition(": ")
+        if key == "From":
+            patch.author = value.strip()
+        elif key == "Date":
+            patch.date = value.strip()
+        elif key == "Subject":
+            patch.subject = PREFIX.sub("", value).strip()
+    message = RULER.split(message, maxsplit=1)[0].strip("\n")  # git, too, takes what follows `---` for a note
     body, _, last = message.rpartition("\n\n")
-    block = last.splitlines()
-    if block and all(TRAILER.match(line) or line.startswith(" ") for line in block):
-        patch.body, patch.trailers = body, _trailers(block)
+    block = last.split("\n")
+    if TRAILER.match(block[0]) and all(TRAILER.match(line) or line[:1] in " \t" for line in block):
+        patch.body, patch.trailers = body.strip("\n"), _trailers(block)
     else:
         patch.body = message
-    return patch
 
 
 def _trailers(lines: list[str]) -> dict[str, list[str]]:

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import diff as git_diff
-from toy import files
+from checkout import diff as git_diff
+from checkout import files
 
 from patchset import diff
 from patchset.errors import ConflictError
