@@ -1,0 +1,150 @@
+"""The verbs that act on targets: find the targets the options name, act on each, and say what became of them.
+
+Every target is looked at before the first is written to, so a refusal of one leaves all as they were.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import deliver, target
+from .deliver import Outcome, Request
+from .errors import UsageError
+from .pins import Pins, Upstream
+from .target import Target
+from .ui import Result, refusal, table
+
+EXIT = {"applied": 0, "pristine": 1}
+
+
+def run(root: Path, pins: Pins, verb: str, args) -> Result:
+    """args: the parsed options of apply.py. Returns one entry a target under `targets`."""
+    profile = pins.profile(getattr(args, "profile", "all"))
+    names = args.upstream or list(profile.upstreams)
+    for name in names:
+        pins.upstream(name)
+    request = Request(root, pins, profile, args.version, tuple(getattr(args, "without", ())),
+                      getattr(args, "edits_to", None))
+    if request.without and len(names) > 1:
+        raise UsageError("--without names a patch of one upstream", remedy="add --upstream vllm (or megatron)")
+    targets = _find(request, names, verb, args)
+    if verb == "apply":
+        for one in targets:
+            _check(request, one)
+    outcomes = [_act(request, verb, one) for one in targets]
+    code = max((_code(outcome, verb) for outcome in outcomes), default=0)
+    lines = [line for outcome in outcomes for line in _lines(outcome, verb, root)]
+    return Result({"profile": profile.name, "targets": [_json(outcome) for outcome in outcomes]}, lines, code)
+
+
+def _find(request: Request, names: list[str], verb: str, args) -> list[Target]:
+    pins = request.pins
+    if args.tree:
+        return [target.identify(pins, args.tree, names)]
+    if args.installed or args.site:
+        folders = [args.site] if args.site else target.site_folders(args.installed)
+        return _sites(pins, folders, names, asked=bool(args.upstream))
+    url = getattr(args, "git", None)
+    if url and len(names) != 1:
+        raise UsageError("--git clones one upstream", remedy="add --upstream vllm (or megatron)")
+    return [_default(request, pins.upstream(name), verb, url) for name in names]
+
+
+def _sites(pins: Pins, folders: list[Path], names: list[str], asked: bool) -> list[Target]:
+    found, lacking = [], []
+    for name in names:
+        upstream = pins.upstream(name)
+        hits = [one for folder in folders if folder.is_dir() and (one := target.site(upstream, folder))]
+        found += hits[:1]
+        lacking += [] if hits else [upstream.distribution]
+    where = ", ".join(str(folder) for folder in folders)
+    if lacking and (asked or not found):
+        raise UsageError(f"{' and '.join(lacking)} not installed in {where}", remedy="pip install the pinned release there")
+    return found
+
+
+def _default(request: Request, upstream: Upstream, verb: str, url: str | None) -> Target:
+    """build/<name>, fetched and unpacked first if apply or plan finds none."""
+    place = request.root / upstream.target
+    if not place.exists():
+        if verb not in ("apply", "plan"):
+            raise UsageError(f"{upstream.target} does not exist",
+                             remedy="run apply.py apply first, or name a target: --from, --installed or --site")
+        from . import archive, fetch  # only this path needs pip and the network
+
+        release = upstream.release(request.version)
+        if url:
+            fetch.clone(url, upstream, release, place)
+        else:
+            archive.unpack(fetch.sdist(upstream, release), place)
+    return target.tree(upstream, place)
+
+
+def _check(request: Request, one: Target) -> None:
+    """Refuse before anything is written anywhere."""
+    with one.locked(write=False):
+        deliver.prepare(request, one)[0].demand()
+
+
+def _act(request: Request, verb: str, one: Target) -> Outcome:
+    if verb == "plan":
+        with one.locked(write=False):
+            plan, built = deliver.prepare(request, one)
+            return Outcome(one, plan.verdict, plan, built.offsets if built else None, plan.error)
+    if verb == "recover":
+        return deliver.recover(one)
+    return getattr(deliver, verb)(request, one)
+
+
+def _code(outcome: Outcome, verb: str) -> int:
+    if outcome.error:
+        return outcome.error.exit_code
+    return EXIT.get(outcome.done, 0) if verb == "status" else 0
+
+
+def _json(outcome: Outcome) -> dict:
+    one, plan = outcome.target, outcome.plan
+    entry = {"upstream": one.upstream.name, "root": str(one.root), "kind": one.kind, "version": one.declared,
+             "done": outcome.done}
+    if plan:
+        entry["version"] = plan.release.version
+        entry["lock"] = plan.locked.digest
+        entry["tree"] = plan.locked.tree
+        entry["patches"] = [slug for slug, _ in plan.locked.patches]
+        entry["paths"] = plan.paths
+    if outcome.offsets:
+        entry["offsets"] = {slug: [vars(offset) for offset in found] for slug, found in outcome.offsets.items()}
+    if outcome.error:
+        entry["error"] = outcome.error.as_json()
+    return entry
+
+
+def _lines(outcome: Outcome, verb: str, root: Path) -> list[str]:
+    one, plan = outcome.target, outcome.plan
+    place = one.root.relative_to(root) if one.root.is_relative_to(root) else one.root
+    head = f"{place}: {one.upstream.distribution} {plan.release.version if plan else one.declared}: {_said(outcome, verb)}"
+    lines = [head]
+    if plan and not outcome.error:
+        hooks = sum(entry.by != ("overlay",) for entry in plan.locked.paths.values())
+        lines.append(f"  {len(plan.locked.patches)} patches on {hooks} files, {len(plan.locked.paths) - hooks} overlay "
+                     f"files, lock {plan.locked.digest[:12]}, tree {plan.locked.tree[:12]}")
+    for slug, found in (outcome.offsets or {}).items():
+        lines += [f"  {slug}: {o.path} hunk {o.hunk} moved by {o.lines:+d} lines to {o.line}" for o in found]
+    if verb == "plan" and plan:
+        lines += ["  " + line for line in table(["path", "is", "by"], [
+            [path, kind, ", ".join(plan.locked.paths[path].by)] for path, kind in plan.paths.items()])]
+    if outcome.error:
+        lines += ["  " + line for line in refusal(outcome.error)]
+    return lines
+
+
+def _said(outcome: Outcome, verb: str) -> str:
+    if outcome.error:
+        return f"refused ({outcome.error.kind})"
+    words = {"applied": "applied", "pristine": "pristine, not patched", "reverted": "reverted, every original is back",
+             "unchanged": {"apply": "already applied, nothing changed", "revert": "pristine already, nothing changed",
+                           "recover": "nothing to recover"}.get(verb, "unchanged")}
+    if verb == "verify":
+        return "verified, exactly the locked tree"
+    if verb == "plan":
+        return {"pristine": "pristine, apply would patch it", "applied": "applied, apply would change nothing"}[outcome.done]
+    return words.get(outcome.done, outcome.done)
