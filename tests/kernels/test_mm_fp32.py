@@ -114,7 +114,7 @@ def test_unsupported_operands_are_refused_with_what_was_found(x, weight, found):
 
 
 def test_stock_router_contract_rounds_logits_to_bf16():
-    """Counter-test of router-gate-fp32: F.linear on BF16 (stock, batch invariant) is another number, and ties experts."""
+    """F.linear on BF16, upstream's batch-invariant gate, is another number and ties experts that fp32 keeps apart."""
     x, weight = _operands(8, 256, 512)
     stock = F.linear(x, weight).float()
     ours = bi_mm_fp32(x, weight)
@@ -124,7 +124,7 @@ def test_stock_router_contract_rounds_logits_to_bf16():
 
 
 def test_stock_reduction_order_changes_bits():
-    """Counter-test of compressor-mm-fp32 and lm-head-mm-fp32: what cuBLAS' split-K for small M does to a row."""
+    """What a split-K chosen for small M does to a row: the same factors, another grouping, other bits."""
     x, weight = _operands(4, 64, 1024)
     halves = bi_mm_fp32(x[:, :512], weight[:, :512]) + bi_mm_fp32(x[:, 512:], weight[:, 512:])
     whole = bi_mm_fp32(x, weight)

@@ -1,4 +1,6 @@
 """The two arms of the fixed-selection patches: each test runs upstream's own function, as released and as patched."""
+import importlib.util
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch.nn.parameter import Parameter
 from upstream_source import define, patched, stock
 
+from vllm.zero_mismatch import mhc
 from vllm.zero_mismatch.mm_fp32 import bi_mm_fp32
 
 GATE = "vllm/model_executor/layers/fused_moe/router/gate_linear.py"
@@ -145,3 +148,128 @@ def test_patched_fp32_head_is_bi_mm_fp32():
 def test_stock_fp32_head_is_cublas():
     assert _head(stock(LOGITS))[0] == 1
     assert _head(patched(LOGITS), batch_invariant=False)[0] == 1, "the patch must be free when off"
+
+
+KERNELS = "vllm/model_executor/kernels/mhc/tilelang_kernels.py"
+H200_SMS = 132
+TOKENS = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 1024, 8192)
+
+
+def _stub(monkeypatch, name, **names):
+    module = types.ModuleType(name)
+    module.__dict__.update(names)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def _mhc_kernels(monkeypatch, tmp_path, source, batch_invariant=True):
+    """Upstream's whole module, with upstream's own warm-up tracer and stand-ins for TileLang and the platform."""
+    platform = types.SimpleNamespace(
+        is_arch_support_pdl=lambda: False,
+        is_cuda=lambda: True,
+        is_rocm=lambda: False,
+        has_device_capability=lambda capability: False,
+    )
+    _stub(monkeypatch, "vllm.envs", **vars(_envs(batch_invariant)))
+    monkeypatch.setattr(sys.modules["vllm"], "envs", sys.modules["vllm.envs"], raising=False)
+    _stub(monkeypatch, "vllm.platforms", current_platform=platform)
+    _stub(monkeypatch, "vllm.tilelang_utils", T=None, tilelang=None, tilelang_jit=lambda kernel: kernel)
+    _stub(monkeypatch, "vllm.utils.math_utils", cdiv=lambda a, b: -(-a // b))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(multi_processor_count=H200_SMS)
+    )
+    warmup = "vllm.model_executor.warmup"
+    for name in (f"{warmup}.jit_warmup", f"{warmup}.jit_warmup_tilelang_helper"):
+        _load(monkeypatch, tmp_path, name, stock(name.replace(".", "/") + ".py"))
+    return _load(monkeypatch, tmp_path, "mhc_under_test", source)
+
+
+def _load(monkeypatch, folder, name, source):
+    """From a real file: upstream's warm-up tracer reads the source of what it traces."""
+    path = folder / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _splits(module, k=16384):
+    return {module.compute_num_split(64, k, -(-tokens // 64)) for tokens in TOKENS}
+
+
+def test_patched_mhc_split_ignores_the_number_of_tokens(monkeypatch, tmp_path):
+    module = _mhc_kernels(monkeypatch, tmp_path, patched(KERNELS))
+    assert _splits(module, 16384) == _splits(module, 4096) == {mhc.SPLITS}
+
+
+def test_stock_mhc_split_follows_the_number_of_tokens(monkeypatch, tmp_path):
+    assert _splits(_mhc_kernels(monkeypatch, tmp_path, stock(KERNELS))) == {64, 44, 33, 8, 1}
+    off = _mhc_kernels(monkeypatch, tmp_path, patched(KERNELS), batch_invariant=False)
+    assert len(_splits(off)) > 1, "the patch must be free when off"
+
+
+def _paths(module):
+    return {tokens: module.mhc_fused_post_pre_split_config(tokens, 4096, 4) is not None for tokens in TOKENS}
+
+
+def test_patched_mhc_never_takes_the_small_batch_path(monkeypatch, tmp_path):
+    module = _mhc_kernels(monkeypatch, tmp_path, patched(KERNELS))
+    assert not any(_paths(module).values())
+    assert module.mhc_fused_post_pre_splits(4096, 4) == ()
+
+
+def test_stock_mhc_changes_path_at_33_tokens(monkeypatch, tmp_path):
+    expected = {tokens: tokens <= 32 for tokens in TOKENS}
+    assert _paths(_mhc_kernels(monkeypatch, tmp_path, stock(KERNELS))) == expected
+    assert _paths(_mhc_kernels(monkeypatch, tmp_path, patched(KERNELS), batch_invariant=False)) == expected
+
+
+def _warmup_keys(module):
+    config = types.SimpleNamespace(scheduler_config=types.SimpleNamespace(max_num_batched_tokens=8192))
+    epilogue = module._MHC_PRE_BIG_FUSE_TILELANG_KERNEL.get_warmup_keys(
+        config, hidden_size=4096, hc_mult=4, use_norm_weight=True, include_pre_gemm_splits=True,
+        include_broadcast_splits=True, rms_eps=1e-6, hc_pre_eps=1e-6, hc_sinkhorn_eps=1e-6, hc_post_mult_value=2.0,
+        sinkhorn_repeat=20, norm_eps=(1e-6, 1e-6), broadcast_norm_eps=1e-6,
+    )  # fmt: skip
+    fused = module._MHC_FUSED_TILELANG_KERNEL.get_warmup_keys(config, hidden_size=4096, hc_mult=4)
+    return epilogue, fused
+
+
+def test_patched_mhc_warmup_compiles_only_what_runs(monkeypatch, tmp_path):
+    epilogue, fused = _warmup_keys(_mhc_kernels(monkeypatch, tmp_path, patched(KERNELS)))
+    assert {key.n_splits for key in epilogue} == {mhc.SPLITS}
+    assert fused == []
+    before, fused_before = _warmup_keys(_mhc_kernels(monkeypatch, tmp_path, stock(KERNELS)))
+    assert len(epilogue) == 2 and len(before) == 36 and len(fused_before) == 2, "minutes of start-up at 5 to 20 s each"
+
+
+V41_MHC, V41_MEGA = (f"vllm/models/deepseek_v41/nvidia/ops/{name}.py" for name in ("mhc", "mega_mhc"))
+
+
+def _v41_paths_on_blackwell(read, batch_invariant=True):
+    """(overlap on a side stream, Mega-mHC) as upstream's predicates answer on SM100 with DeepGEMM."""
+    config = types.SimpleNamespace(hidden_size=5120, hc_mult=4)
+    vllm_config = types.SimpleNamespace(
+        model_config=types.SimpleNamespace(hf_config=config),
+        parallel_config=types.SimpleNamespace(use_ubatching=False),
+    )
+    scope = {
+        "envs": _envs(batch_invariant),
+        "VllmConfig": object,
+        "current_platform": types.SimpleNamespace(is_device_capability_family=lambda family: family == 100),
+        "is_deep_gemm_supported": lambda: True,
+        "_import_deep_gemm": lambda: types.SimpleNamespace(mega_mhc=lambda: None),
+    }
+    overlap = define(read(V41_MHC), ["supports_mhc_overlap"], dict(scope))["supports_mhc_overlap"]
+    mega = define(read(V41_MEGA), ["is_mega_mhc_supported"], dict(scope))["is_mega_mhc_supported"]
+    return overlap(vllm_config), mega(config.hidden_size, config.hc_mult)
+
+
+def test_patched_v41_mhc_has_one_path_on_blackwell():
+    assert _v41_paths_on_blackwell(patched) == (False, False)
+
+
+def test_stock_v41_mhc_has_three_paths_on_blackwell():
+    assert _v41_paths_on_blackwell(stock) == (True, True)
+    assert _v41_paths_on_blackwell(patched, batch_invariant=False) == (True, True), "the patch must be free when off"

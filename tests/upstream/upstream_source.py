@@ -54,12 +54,21 @@ def _trees() -> tuple[dict[str, str], dict[str, str]]:
     return before, after
 
 
+@functools.cache
+def _untouched(path: str) -> str:
+    with tarfile.open(_archive()) as archive:
+        for member in archive:
+            if member.name.partition("/")[2] == path:
+                return archive.extractfile(member).read().decode()
+    raise FileNotFoundError(f"{path} is not in the sdist")
+
+
 def stock(path: str) -> str:
-    return _trees()[0][path]
+    return _trees()[0].get(path) or _untouched(path)
 
 
 def patched(path: str) -> str:
-    return _trees()[1][path]
+    return _trees()[1].get(path) or _untouched(path)
 
 
 def define(source: str, names: list[str], scope: dict) -> dict:

@@ -10,12 +10,12 @@ Why it holds:
   specialised on M either, so one binary serves every M;
 - a row of a tensor-core tile is an independent dot product, and rows beyond M are loaded as zero and never stored.
 
-Products of two BF16 (or FP16) numbers are exact in fp32 (8 + 8, 11 + 11 bits of significand against 24), so 16-bit inputs
-use the tensor cores and only the accumulation rounds. An fp32 operand makes the whole product fp32 and "ieee": Triton's
-default would round it to TF32.
+Products of two BF16 (or FP16) numbers are exact in fp32 (8 + 8, 11 + 11 bits of significand against 24), so 16-bit
+inputs use the tensor cores and only the accumulation rounds. An fp32 operand makes the whole product fp32 and "ieee":
+Triton's default would round it to TF32.
 
-Serves the router gate, the compressors' projections and an fp32 lm_head, which upstream gives to cuBLAS (kernel chosen by
-M) or rounds to BF16.
+Serves the router gate, the compressors' projections and an fp32 lm_head, which upstream gives to cuBLAS (kernel chosen
+by M) or rounds to BF16.
 """
 import torch
 import triton
@@ -105,7 +105,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _tile(n: int, x_dtype: torch.dtype, w_dtype: torch.dtype) -> tuple[bool, tuple[int, int, int, int, int]]:
-    """(needs ieee fp32, (BLOCK_M, BLOCK_N, BLOCK_K, stages, warps)): a function of the weight and dtypes, never of M."""
+    """(needs ieee fp32, (BLOCK_M, BLOCK_N, BLOCK_K, stages, warps)): chosen by weight and dtypes, never by M."""
     ieee = not (x_dtype == w_dtype and x_dtype in _16BIT)
     table = _TILES_FP32 if ieee else _TILES_16BIT
     return ieee, next(row[1:] for row in table if n <= row[0])
