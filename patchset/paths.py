@@ -33,7 +33,7 @@ def inside(root: Path, path: str) -> Path:
     """`root`/`path` once no component below root is a symbolic link. Raises DirtyTarget otherwise."""
     reason = why_unsafe(path)
     if reason:
-        raise DirtyTarget(f"refusing the path {path!r}", rows=[Row(path, reason, "a plain relative path")])
+        raise DirtyTarget(f"refusing the path {path!r}", remedy="mend the patch or overlay that names it", rows=[Row(path, reason, "a plain relative path")])
     here = root
     for part in path.split("/"):
         here = here / part
@@ -42,7 +42,7 @@ def inside(root: Path, path: str) -> Path:
         except FileNotFoundError:
             break
         except NotADirectoryError:
-            raise DirtyTarget("a file stands where a folder is needed",
+            raise DirtyTarget("a file stands where a folder is needed", remedy="move it away, then run the command again",
                               rows=[Row(path, f"{here.parent} is a file", "a folder")]) from None
         if stat.S_ISLNK(mode):
             raise DirtyTarget(

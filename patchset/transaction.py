@@ -47,7 +47,8 @@ def sha256_of(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except IsADirectoryError:
-        raise DirtyTarget("a folder stands where a file is expected", rows=[Row(str(path), "folder", "file")]) from None
+        raise DirtyTarget("a folder stands where a file is expected", remedy="move it away, then run the command again",
+                          rows=[Row(str(path), "folder", "file")]) from None
 
 
 def write_synced(path: Path, data: bytes, mode: int = 0o644) -> None:

@@ -1,7 +1,10 @@
 """Apply, revert and recover on a toy upstream: atomic at every step, and every refusal with its own message."""
 from __future__ import annotations
 
+import base64
+import csv
 import errno
+import hashlib
 import os
 import subprocess
 import sys
@@ -70,7 +73,7 @@ def _child(toy, one, verb, step) -> int:
         for name in STEPS:
             real = getattr(os, name)
 
-            def dying(*args, _real=real, **kwargs):
+            def dying(*args, _real=real, left=left, **kwargs):
                 left[0] -= 1
                 if left[0] < 0:
                     os._exit(9)
@@ -122,7 +125,7 @@ def test_an_error_at_every_step_leaves_the_target_as_it_was(made, verb, code, mo
             left = [step]
             for name in ("replace", "link", "fsync"):  # once: what undoes the work must get through
 
-                def failing(*args, _real=getattr(os, name), **kwargs):
+                def failing(*args, _real=getattr(os, name), left=left, **kwargs):
                     left[0] -= 1
                     if left[0] == -1:
                         raise OSError(code, os.strerror(code))
@@ -347,7 +350,6 @@ def test_record_lists_every_file_with_its_digest(toy):
     one = target.site(toy.upstream, toy.site())
     original = (one.root / one.record).read_bytes()
     deliver.apply(toy.request(), one)
-    import csv
     rows = {row[0]: row for row in csv.reader((one.root / one.record).read_text().splitlines())}
     on_disk = {str(p.relative_to(one.root)) for p in one.root.rglob("*") if p.is_file()}
     assert set(rows) == on_disk
@@ -357,8 +359,6 @@ def test_record_lists_every_file_with_its_digest(toy):
 
 
 def _b64(data: bytes) -> str:
-    import base64
-    import hashlib
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
