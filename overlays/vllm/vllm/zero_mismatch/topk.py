@@ -47,7 +47,7 @@ def _order(x):
     bits = x.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = tl.where(key == -1, 0, key)
-    return tl.where(x != x, NAN_KEY, key)
+    return tl.where(x != x, NAN_KEY, key)  # noqa: PLR0124  the one test for NaN in Triton
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def _sampled_score(row, n, K, SAMPLE: tl.constexpr):
     keys = _order(tl.load(row + columns).to(tl.float32))
     expected = K * (SAMPLE * 1.0) / n
     k = tl.minimum(expected + 4.0 * tl.sqrt(expected) + 4.0, SAMPLE * 1.0).to(tl.int32)
-    lo, hi, c_lo, c_hi = _search(keys, SAMPLE + n * 0, k, k + k // 8 + 2)
+    lo, _hi, _c_lo, _c_hi = _search(keys, SAMPLE + n * 0, k, k + k // 8 + 2)
     return _value(tl.minimum(lo, INF_KEY))
 
 
@@ -346,7 +346,7 @@ def top_k(logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, scratc
     slots = scratch.shape[0]
     sample = _sample_size(width)
     split = split and starts is None and width > CAP
-    shared = dict(NEXT_N=next_n, CAP=CAP, SAMPLE=sample, TILE=TILE)
+    shared = {"NEXT_N": next_n, "CAP": CAP, "SAMPLE": sample, "TILE": TILE}
     for first in range(0, rows, slots) if split else (0,) if rows else ():
         last = min(first + slots, rows) if split else rows
         grid = min(last - first, slots)
@@ -364,7 +364,7 @@ def top_k(logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, scratc
 def top_k_reference(logits: torch.Tensor, lengths: torch.Tensor, k: int, starts: torch.Tensor | None = None,
                     next_n: int = 1) -> torch.Tensor:
     """The contract in plain PyTorch: sort (score, position) keys of 64 bits, keep K, sort the positions."""
-    rows, width = logits.shape
+    width = logits.shape[1]
     ends = lengths.reshape(-1).long()
     if next_n > 1:
         ends = (ends[:, None] - next_n + 1 + torch.arange(next_n, device=ends.device)).reshape(-1)
