@@ -102,13 +102,13 @@ class Module:
                 if isinstance(nodes[0], (*FUNCTIONS, ast.ClassDef)))
 
     def calls(self, symbol: Symbol) -> dict[str, Symbol]:
-        """The functions of this file that the symbol calls directly, by qualified name."""
+        """The functions of this file that the symbol calls directly, by qualified name; not those within itself."""
         owner = symbol.name if symbol.name in self._bases else symbol.name.rpartition(".")[0]
         found = {}
         for root in symbol.nodes:
             for node in ast.walk(root):
                 name = self._resolve(node.func, owner, symbol.name) if isinstance(node, ast.Call) else None
-                if name and name != symbol.name:
+                if name and name != symbol.name and not name.startswith(f"{symbol.name}."):
                     found[name] = self.get(name)
         return found
 
