@@ -15,7 +15,7 @@ from . import diff
 from .errors import ConflictError, UsageError
 from .pins import Profile
 
-TRAILER = re.compile(r"^([A-Z][A-Za-z]*(?:-[A-Z][A-Za-z]*)*): (.*)$")
+TRAILER = re.compile(r"^([A-Z][A-Za-z]*(?:-[A-Z][A-Za-z]*)*):(?: +(.*))?$")
 RULER = re.compile(r"^---[ \t]*$", re.MULTILINE)
 PREFIX = re.compile(r"^\[PATCH[^]]*\] *")
 SLUG = re.compile(r"^[a-z0-9]+(-[a-z0-9]+)*$")
@@ -103,7 +103,7 @@ def _trailers(lines: list[str]) -> dict[str, list[str]]:
         match = TRAILER.match(line)
         if match:
             key = match[1]
-            found.setdefault(key, []).append(match[2].strip())
+            found.setdefault(key, []).append((match[2] or "").strip())
         else:
             found[key][-1] += " " + line.strip()
     return found
