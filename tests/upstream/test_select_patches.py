@@ -1,14 +1,12 @@
 """The two arms of the fixed-selection patches: each test runs upstream's own function, as released and as patched."""
 import importlib.util
+import inspect
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.parameter import Parameter
 from upstream_source import define, patched, stock
 
 from vllm.zero_mismatch import mhc
@@ -43,7 +41,7 @@ class _ReplicatedLinear:
 
 
 def _gate_forward(source, x, weight, batch_invariant=True):
-    scope = {"torch": torch, "Parameter": Parameter, "envs": _envs(batch_invariant), "Base": _ReplicatedLinear}
+    scope = {"torch": torch, "envs": _envs(batch_invariant), "Base": _ReplicatedLinear}
     gate = define(source, ["GateLinear._return", "GateLinear.forward"], scope)["GateLinear"]()
     for tier in ("ll_bf16", "rocm_bf16x3_router", "fp32_router", "ll_fp32w", "bf16x3_router", "cublas_router"):
         setattr(gate, f"allow_{tier}_gemm", False)
@@ -90,8 +88,6 @@ def _project(source, batch_invariant=True):
         "torch": calls,
         "envs": _envs(batch_invariant),
         "Base": object,
-        "Callable": Callable,
-        "Any": Any,
         "execute_in_parallel": lambda main, aux, *_, **__: (main(), tuple(f() if f else None for f in aux)),
     }
     name = "DeepseekV4Attention"
@@ -130,7 +126,7 @@ class _OnCuda(torch.Tensor):
 def _head(source, batch_invariant=True):
     x, weight = _operands(6, 96, 128)
     calls = _CublasCalls()
-    scope = {"torch": calls, "F": F, "envs": _envs(batch_invariant), "Base": object, "VocabParallelEmbedding": object,
+    scope = {"torch": calls, "F": F, "envs": _envs(batch_invariant), "Base": object,
              "UnquantizedEmbeddingMethod": types.SimpleNamespace, "UnquantizedLinearMethod": types.SimpleNamespace,
              "current_platform": types.SimpleNamespace(is_cuda=lambda: True, is_rocm=lambda: False)}
     processor = define(source, ["LogitsProcessor._apply_head"], scope)["LogitsProcessor"]()
@@ -256,7 +252,6 @@ def _v41_paths_on_blackwell(read, batch_invariant=True):
     )
     scope = {
         "envs": _envs(batch_invariant),
-        "VllmConfig": object,
         "current_platform": types.SimpleNamespace(is_device_capability_family=lambda family: family == 100),
         "is_deep_gemm_supported": lambda: True,
         "_import_deep_gemm": lambda: types.SimpleNamespace(mega_mhc=lambda: None),
@@ -273,3 +268,186 @@ def test_patched_v41_mhc_has_one_path_on_blackwell():
 def test_stock_v41_mhc_has_three_paths_on_blackwell():
     assert _v41_paths_on_blackwell(stock) == (True, True)
     assert _v41_paths_on_blackwell(patched, batch_invariant=False) == (True, True), "the patch must be free when off"
+
+
+LINEAR = "vllm/model_executor/kernels/linear/__init__.py"
+
+
+def _dense_fp8_kernel(source, installed, linear_backend="auto", batch_invariant=True):
+    """The name of the kernel that upstream's own selector takes for a [1024, 4096] block-FP8 weight on CUDA."""
+    order = ("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel", "CutlassKernel")
+
+    def kernel(name):
+        supported = name in installed, "is not installed"
+        return type(name, (types.SimpleNamespace,), {
+            "is_supported": staticmethod(lambda capability: supported),
+            "can_implement": staticmethod(lambda config: (True, None)),
+        })  # fmt: skip
+
+    kernels = {name: kernel(name) for name in order}
+    per_group = types.SimpleNamespace(scale=types.SimpleNamespace(group_shape=types.SimpleNamespace(
+        is_per_group=lambda: True)))  # fmt: skip
+    envs = _envs(batch_invariant)
+    envs.VLLM_DISABLED_KERNELS = []
+    scope = {
+        "envs": envs,
+        "current_platform": types.SimpleNamespace(
+            is_cuda=lambda: True, is_rocm=lambda: False, _enum="cuda", get_device_capability=lambda: (9, 0)
+        ),
+        "logger": types.SimpleNamespace(info_once=lambda *a, **k: None, warning_once=lambda *a, **k: None),
+        "FP8ScaledMMLinearLayerConfig": types.SimpleNamespace,
+        "FP8ScaledMMLinearKernel": type("FP8ScaledMMLinearKernel", (), {}),
+        "_POSSIBLE_FP8_BLOCK_KERNELS": {"cuda": list(kernels.values())},
+        "_LINEAR_BACKEND_KERNEL_MAP": {"deep_gemm": {kernels[order[1]]}, "cutlass": {kernels[order[2]]}},
+        "prioritize_humming": lambda possible, capability: possible,
+        "_get_linear_backend": lambda quantization: linear_backend,
+        **kernels,
+    }
+    names = ["init_fp8_linear_kernel", "choose_scaled_mm_linear_kernel", "is_supported_and_can_implement_kernel",
+             "_resolve_backend_kernels", "_filter_kernels_by_backend"]  # fmt: skip
+    choose = define(source, names, scope)["init_fp8_linear_kernel"]
+    kernels[order[0]].__init__ = kernels[order[1]].__init__ = kernels[order[2]].__init__ = lambda self, config: None
+    return type(choose(per_group, None, torch.bfloat16, torch.bfloat16, (1024, 4096))).__name__
+
+
+ALL_INSTALLED = {"FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel", "CutlassKernel"}
+NO_FLASHINFER = ALL_INSTALLED - {"FlashInferFp8DeepGEMMDynamicBlockScaledKernel"}
+
+
+def test_patched_dense_fp8_is_deepgemm():
+    chosen = {_dense_fp8_kernel(patched(LINEAR), installed) for installed in (ALL_INSTALLED, NO_FLASHINFER)}
+    assert chosen == {"DeepGemmFp8BlockScaledMMKernel"}
+    explicit = _dense_fp8_kernel(patched(LINEAR), ALL_INSTALLED, linear_backend="cutlass")
+    assert explicit == "CutlassKernel", "a user's choice is kept; the start-up policy judges it"
+
+
+def test_stock_dense_fp8_depends_on_installed_packages():
+    chosen = [_dense_fp8_kernel(stock(LINEAR), installed) for installed in (ALL_INSTALLED, NO_FLASHINFER)]
+    assert len(set(chosen)) == 2
+    off = _dense_fp8_kernel(patched(LINEAR), ALL_INSTALLED, batch_invariant=False)
+    assert off == chosen[0], "the patch must be free when off"
+
+
+INDEXER_Q = "vllm/models/deepseek_v4/nvidia/ops/fused_indexer_q_cutedsl.py"
+INDEXER_Q_KERNELS = ("IndexerQFp8Kernel", "IndexerQMxFp4Kernel")
+
+
+def _indexer_q_coarsen(source, name, batch_invariant=True):
+    """(heads a thread at each number of tokens, heads a thread that the warm-up compiles)."""
+    scope = {"envs": _envs(batch_invariant), "Base": object, "torch": torch,
+             "torch_to_cute_dtype": lambda dtype: dtype, "Float32": None, "BFloat16": None}  # fmt: skip
+    methods = [f"{name}.{method}" for method in ("dispatch", "get_warmup_keys", "__call__")]
+    kernel = define(source, methods, scope)[name]()
+    kernel.CompileKey = types.SimpleNamespace
+    launched = {}
+    for tokens in (1, 511, 512, 8192):
+        tensor = torch.empty(tokens, 64, 128, dtype=torch.float8_e4m3fn, device="meta")
+        wanted = inspect.signature(kernel.__call__).parameters
+        arguments = {key: 1.0 if key.endswith("_scale") and key.startswith("weights") else tensor for key in wanted}
+        launched[tokens] = kernel(**arguments)[0].coarsen
+    warmed = {}
+    kernel._trace_dispatch = lambda dispatch: lambda **fields: warmed.update(fields) or []
+    _warm(kernel)
+    return launched, warmed["coarsen"]
+
+
+def _warm(kernel):
+    config = types.SimpleNamespace(index_n_heads=64, index_head_dim=128, qk_rope_head_dim=64)
+    indexer = types.ModuleType("vllm.v1.attention.backends.mla.indexer")
+    uses_fp4 = type(kernel).__name__ == "IndexerQMxFp4Kernel"
+    indexer.dsa_indexer_uses_fp4 = lambda vllm_config: uses_fp4
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.v1.attention.backends.mla"):
+            patch.setitem(sys.modules, name, types.ModuleType(name))
+        patch.setitem(sys.modules, indexer.__name__, indexer)
+        kernel.get_warmup_keys(types.SimpleNamespace(
+            model_config=types.SimpleNamespace(hf_config=config),
+            attention_config=types.SimpleNamespace(indexer_sparse_logits=False),
+        ))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INDEXER_Q_KERNELS)
+def test_patched_indexer_q_has_one_kernel(name):
+    launched, warmed = _indexer_q_coarsen(patched(INDEXER_Q), name)
+    assert set(launched.values()) == {1} and warmed == 1, "and start-up compiles no other"
+
+
+@pytest.mark.parametrize("name", INDEXER_Q_KERNELS)
+def test_stock_indexer_q_changes_kernel_at_512_tokens(name):
+    expected = ({1: 1, 511: 1, 512: 4, 8192: 4}, (1, 4))
+    assert _indexer_q_coarsen(stock(INDEXER_Q), name) == expected
+    assert _indexer_q_coarsen(patched(INDEXER_Q), name, batch_invariant=False) == expected
+
+
+MODEL = "vllm/models/deepseek_v4/nvidia/model.py"
+
+
+def _mega_moe_gates(source, batch_invariant=True):
+    """Which gate a native MegaMoE layer runs at each number of tokens."""
+    taken = {}
+    routed = (None, None)
+    scope = {
+        "envs": _envs(batch_invariant),
+        "Base": object,
+        "fused_topk_bias": lambda **_: taken.update({tokens: "GateLinear"}) or routed,
+        "bf16_mega_gate": lambda *_, **__: taken.update({tokens: "bf16_mega_gate"}) or routed,
+    }
+    layer = define(source, ["DeepseekV4MoE.forward"], scope)["DeepseekV4MoE"]()
+
+    class Gate:
+        tid2eid = bias_vl = e_score_correction_bias = None
+        weight = torch.empty(256, 64)
+
+        def __call__(self, hidden_states):
+            return hidden_states, None
+
+    layer.gate, layer.use_native_mega_moe, layer.shared_experts = Gate(), True, None
+    for name in ("scoring_func", "n_activated_experts", "renormalize", "hash_indices_dtype", "routed_scaling_factor",
+                 "image_sentinel_lo", "ep_rank"):  # fmt: skip
+        setattr(layer, name, None)
+    layer.experts = lambda hidden_states, *_: hidden_states
+    metadata = types.SimpleNamespace(image_token_mask=None)
+    for tokens in (1, 16, 17, 256):
+        layer.forward(torch.zeros(tokens, 64), mega_gate_metadata=metadata)
+    return taken
+
+
+def test_patched_mega_moe_gate_has_one_path():
+    assert set(_mega_moe_gates(patched(MODEL)).values()) == {"GateLinear"}
+
+
+def test_stock_mega_moe_gate_changes_path_at_17_tokens():
+    expected = {1: "GateLinear", 16: "GateLinear", 17: "bf16_mega_gate", 256: "bf16_mega_gate"}
+    assert _mega_moe_gates(stock(MODEL)) == expected
+    assert _mega_moe_gates(patched(MODEL), batch_invariant=False) == expected, "the patch must be free when off"
+
+
+O_PROJ = "vllm/models/deepseek_v41/nvidia/ops/o_proj.py"
+
+
+def _wo_a_fusable(source, batch_invariant=True):
+    class Cutedsl:
+        pass
+
+    scope = {
+        "envs": _envs(batch_invariant),
+        "current_platform": types.SimpleNamespace(is_device_capability_family=lambda family: family == 100),
+        "get_input_quant_key": lambda layer: "mxfp8",
+        "kMxfp8Dynamic": "mxfp8",
+        "FlashInferCutedslMxfp8LinearKernel": Cutedsl,
+    }
+    layer = types.SimpleNamespace(
+        wo_b=types.SimpleNamespace(scheme=types.SimpleNamespace(kernel=Cutedsl()), quant_method=None),
+        _einsum_recipe=(1, 1, 32), n_local_heads=64, n_local_groups=8, nope_head_dim=448, rope_head_dim=64,
+        o_lora_rank=1024,
+    )  # fmt: skip
+    return define(source, ["_can_fuse_wo_a"], scope)["_can_fuse_wo_a"](layer)
+
+
+def test_patched_wo_a_is_never_fused():
+    assert _wo_a_fusable(patched(O_PROJ)) is False
+
+
+def test_stock_wo_a_is_fused_for_small_batches():
+    assert _wo_a_fusable(stock(O_PROJ)) is True
+    assert _wo_a_fusable(patched(O_PROJ), batch_invariant=False) is True, "the patch must be free when off"

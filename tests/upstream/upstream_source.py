@@ -76,6 +76,8 @@ def define(source: str, names: list[str], scope: dict) -> dict:
 
     Methods come in a class of the same name whose base is scope["Base"], so that super() reaches a stand-in.
     """
+    # Annotations stay text: they name types of modules that are not here.
+    future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
     top = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     classes: dict[str, ast.ClassDef] = {}
     body: list[ast.stmt] = []
@@ -92,6 +94,6 @@ def define(source: str, names: list[str], scope: dict) -> dict:
         else:
             body.append(node)
         node.decorator_list = []
-    module = ast.fix_missing_locations(ast.Module(body, type_ignores=[]))
+    module = ast.fix_missing_locations(ast.Module([future, *body], type_ignores=[]))
     exec(compile(module, "<upstream>", "exec"), scope)
     return scope
