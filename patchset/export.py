@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 from . import archive, lock, series, staging
@@ -134,9 +135,11 @@ def _header(patch: Patch) -> str:
 
 def _paragraphs(body: str) -> Iterator[str]:
     """Plain text wrapped again; lists, tables and code stay as they are."""
-    for paragraph in re.split(r"\n(?:[ \t]*\n)+", body.strip("\n")):
-        lines = [line.rstrip() for line in paragraph.split("\n")]
-        yield "\n".join(lines) if any(map(VERBATIM.match, lines)) else _wrap(" ".join(lines))
+    stripped = [line.rstrip() for line in body.split("\n")]
+    for is_text, group in groupby(stripped, key=bool):
+        lines = list(group)
+        if is_text:
+            yield "\n".join(lines) if any(map(VERBATIM.match, lines)) else _wrap(" ".join(lines))
 
 
 def _wrap(text: str, name: str = "") -> str:
