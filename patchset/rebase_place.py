@@ -15,17 +15,27 @@ def find(lines: list[bytes], wanted: list[bytes]) -> list[int]:
     return [at + 1 for at in range(last) if lines[at] == wanted[0] and lines[at : at + len(wanted)] == wanted]
 
 
-def reindented(lines: list[bytes], wanted: list[bytes]) -> tuple[int, int] | None:
-    """Line and step if `wanted` stands once, all its lines indented by the same step (not zero) more or less."""
-    bare = [line.strip() for line in wanted]
-    found = []
+def reindented(lines: list[bytes], hunk: Hunk) -> tuple[int, int] | None:
+    """Line and step if the hunk's old lines, with as much context as is still around them, stand once, indented anew."""
     stripped = [line.strip() for line in lines]
-    for at in find(stripped, bare):
-        pairs = zip(lines[at - 1 : at - 1 + len(wanted)], wanted, strict=True)
-        steps = {_indent(now) - _indent(was) for now, was in pairs if was.strip()}
-        if len(steps) == 1 and steps != {0}:
-            found.append((at, steps.pop()))
-    return found[0] if len(found) == 1 else None
+    for context in (3, 2, 1, 0):
+        wanted = _core(hunk, context)
+        if not any(line.strip() for line in wanted):
+            return None
+        places = find(stripped, [line.strip() for line in wanted])
+        if len(places) == 1:
+            at = places[0]
+            pairs = zip(lines[at - 1 : at - 1 + len(wanted)], wanted, strict=True)
+            steps = {_indent(now) - _indent(was) for now, was in pairs if was.strip()}
+            return (at, steps.pop()) if len(steps) == 1 and steps != {0} else None
+    return None
+
+
+def _core(hunk: Hunk, context: int) -> list[bytes]:
+    """The old lines from the first change to the last, with at most that much context around."""
+    changed = [index for index, line in enumerate(hunk.lines) if line[:1] in (b"+", b"-")]
+    part = hunk.lines[max(0, changed[0] - context) : changed[-1] + 1 + context]
+    return [line[1:] for line in part if line[:1] in (b" ", b"-")]
 
 
 def _indent(line: bytes) -> int:

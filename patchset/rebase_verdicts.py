@@ -229,7 +229,7 @@ def _beside(group: Group, first: int, last: int) -> bool:
 def _changed_context(hunk: Hunk, touching: list[Group], upstream: list[bytes], result: HunkResult) -> None:
     result.status = "context changed"
     removed = [line for group in groups_of(hunk) for line in group.removed if line.strip()]
-    indented = place.reindented(upstream, hunk.old_lines())
+    indented = place.reindented(upstream, hunk)
     if indented:
         result.line, step = indented
         result.evidence.append(f"the hunk's lines stand at line {result.line}, reindented by {step:+d}")
