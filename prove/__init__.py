@@ -1,0 +1,1 @@
+"""Proofs that a patched engine is bit-consistent. See README.md; run as `python -m prove`."""

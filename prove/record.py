@@ -1,0 +1,89 @@
+"""Evidence: a JSON record of one run on a GPU, bound to patchset.lock.
+
+A record is bound in two ways: it holds the digest of the lock's entry, and it says whether the engine that ran is that
+entry, by hashing every path the lock names in the folder the engine was imported from. A record of another engine is
+still written, but it is no evidence: `complete` is false and the command that made it fails.
+"""
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import subprocess
+
+from prove.recipe import ROOT
+
+SCHEMA = 1
+
+
+def bind(site: pathlib.Path, upstream: str = "vllm", lock_path: pathlib.Path = ROOT / "patchset.lock") -> dict:
+    """Which of the lock's entries the tree under `site` is. `state`: locked, pristine, other or unlocked."""
+    if not lock_path.is_file():
+        return {"state": "unlocked", "why": f"{lock_path.name} does not exist; write it with apply.py export"}
+    targets = {n: t for n, t in json.loads(lock_path.read_text())["targets"].items() if n.startswith(f"{upstream}@")}
+    if not targets:
+        return {"state": "unlocked", "why": f"{lock_path.name} has no entry for {upstream}"}
+    best = None
+    for name, target in sorted(targets.items()):
+        found = {path: _sha(site / path) for path in target["paths"]}
+        differs = sorted(path for path, entry in target["paths"].items() if found[path] != entry["after"])
+        if not differs:
+            return {"state": "locked", "entry": name, "digest": target["digest"]}
+        pristine = all(found[path] == entry["before"] for path, entry in target["paths"].items())
+        best = best if best and len(best["differs"]) <= len(differs) else {
+            "state": "pristine" if pristine else "other", "entry": name, "digest": target["digest"],
+            "differs": differs}
+    return best
+
+
+def _sha(path: pathlib.Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def commit(root: pathlib.Path = ROOT) -> str:
+    """The repository's commit, `+` if the tree was edited; "unknown" where the tree travels without its history."""
+    def git(*arguments: str) -> str | None:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+    head = git("rev-parse", "HEAD")
+    return "unknown" if head is None else head + ("+" if git("status", "--porcelain", "--", "prove", "recipes",
+                                                              "overlays", "patches", "patchset.lock") else "")
+
+
+class Record:
+    """Collected while a command runs and written after every case, so that a killed run leaves what it had."""
+
+    def __init__(self, verb: str, subject: str, arguments: dict, folder: pathlib.Path):
+        self.path = folder / f"{verb}-{subject}.json"
+        self.data = {
+            "schema": SCHEMA, "verb": verb, "subject": subject,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": commit(), "host": {"machine": platform.machine(), "python": platform.python_version()},
+            "arguments": arguments, "engines": {}, "rows": [], "complete": False, "passed": False,
+        }
+
+    def engine(self, name: str, info: dict, flags: dict, env: dict, lock: dict) -> None:
+        kept = {k: v for k, v in info.items() if k != "vllm_path"}  # a path of the machine, of no use elsewhere
+        self.data["engines"][name] = {**kept, "flags": _portable(flags), "env": env, "lock": lock}
+        self.write()
+
+    def row(self, row: dict) -> None:
+        self.data["rows"].append(row)
+        self.write()
+
+    def finish(self, complete: bool, passed: bool, **more) -> None:
+        self.data |= {"complete": complete, "passed": complete and passed, **more}
+        self.write()
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".json.partial")
+        partial.write_text(json.dumps(self.data, indent=1, allow_nan=False) + "\n")
+        os.replace(partial, self.path)
+
+
+def _portable(flags: dict) -> dict:
+    return {k: v for k, v in flags.items() if k != "model"}

@@ -1,0 +1,205 @@
+"""`prove rollout`: starts each engine the chosen cases need, runs the cases, writes the record.
+
+A row's state: equal, differs, vacuous (a requirement of the case did not hold), failed (the engine raised), not run
+(out of budget, or its engine is gone). Only a run whose rows are all `equal`, on the locked engine, passes.
+"""
+from __future__ import annotations
+
+import pathlib
+import time
+
+import numpy as np
+
+from prove import cases, record, workload
+from prove.compare import Figures, Sequence
+from prove.engine import Engine, EngineError, unpack
+from prove.recipe import Recipe
+from prove.ui import UI, cell
+
+HEADINGS = ["case", "tokens", "words", "ids", "max |dp|", "mean |dp|", "std |dp|", "k3", "s", "state"]
+NOTHING = Sequence(np.zeros(0, np.int64), np.zeros(0, np.uint32))
+
+
+class Answers:
+    """What one run answered, by request id. A missing answer reads as empty, which no comparison forgives."""
+
+    def __init__(self, answers: dict):
+        self._answers = answers
+
+    def decoded(self, name: str) -> Sequence:
+        answer = self._answers.get(name)
+        return Sequence(unpack(answer["tokens"]), unpack(answer["words"])) if answer else NOTHING
+
+    def prompt_words(self, name: str) -> np.ndarray:
+        """Words of prompt tokens 1, 2, ...; after a prefix hit only those of the computed tail."""
+        answer = self._answers.get(name)
+        return unpack(answer["prompt_words"]) if answer and "prompt_words" in answer else NOTHING.words
+
+    def cached(self, name: str) -> int:
+        return self._answers.get(name, {}).get("cached", 0)
+
+
+class Context:
+    """What a case works with. `base` and `scored` are answers of earlier cases that later ones compare with."""
+
+    def __init__(self, work: workload.Workload):
+        self.work = work
+        self.base: Answers | None = None
+        self.scored: Answers | None = None
+        self.peak_blocks = 0
+
+    def begin(self, engine, block: int, timeout: float) -> None:
+        self.engine, self.block = engine, block
+        self.figures, self.unmet, self.runs, self.last = Figures(), [], [], {}
+        self.deadline = time.monotonic() + timeout
+
+    def run(self, requests: list[dict], **how) -> Answers:
+        left = self.deadline - time.monotonic()
+        result = self.engine.call("run", timeout=max(1.0, left), requests=requests, **how)
+        answers = Answers(result.pop("answers"))
+        self.last = result
+        self.runs.append({**{k: v for k, v in how.items() if v}, **result})
+        return answers
+
+    def compare(self, name: str, left: Sequence, right: Sequence) -> None:
+        self.figures.add(name, left, right)
+
+    def compare_decoded(self, answers: Answers, requests=None, head: int | None = None) -> None:
+        for request in self.work.requests if requests is None else requests:
+            self.compare(request.id, self.base.decoded(request.id).head(head), answers.decoded(request.id).head(head))
+
+    def compare_scored(self, answers: Answers, requests=None) -> None:
+        """The decode's words against the prefill's words of the same tokens."""
+        for request in self.work.requests if requests is None else requests:
+            decoded, scored = self.base.decoded(request.id), answers.prompt_words(request.id)
+            expected = len(request.prompt) + len(decoded.words) - 1
+            if len(scored) != expected:
+                self.unmet.append(f"{request.id}: {len(scored)} prompt logprobs, expected {expected}")
+            self.compare_words(request.id, decoded.words, scored[len(request.prompt) - 1:])
+
+    def compare_words(self, name: str, left: np.ndarray, right: np.ndarray, tail: bool = False) -> None:
+        """Words of the same, forced tokens. tail: align at the end and compare what both have."""
+        if tail:
+            shared = min(len(left), len(right))
+            left, right = left[len(left) - shared:], right[len(right) - shared:]
+        self.compare(name, Sequence(np.zeros(len(left), np.int64), left), Sequence(np.zeros(len(right), np.int64), right))
+
+    def require(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.unmet.append(what)
+
+    def require_hits(self, answers: Answers, requests) -> None:
+        hits = sum(answers.cached(r.id) > 0 for r in requests)
+        self.runs[-1]["requests_with_hits"] = hits
+        self.require(hits * 2 >= len(requests) > 0, f"at least half of {len(requests)} requests hit the cache ({hits} did)")
+
+
+def run_case(context: Context, case: cases.Case, engine, block: int, timeout: float) -> dict:
+    started = time.monotonic()
+    context.begin(engine, block, timeout)
+    error = None
+    try:
+        case.run(context)
+    except EngineError as raised:
+        error = raised
+    row = {"case": case.name, "engine": case.engine, "what": case.what, **context.figures.summary(),
+           "unmet": context.unmet, "runs": context.runs, "seconds": round(time.monotonic() - started, 1)}
+    if error is not None:
+        return row | {"state": "failed", "error": str(error), "fatal": error.kind != "failed"}
+    if not row["equal"]:
+        return row | {"state": "differs"}
+    return row | {"state": "vacuous" if context.unmet else "equal"}
+
+
+def not_run(case: cases.Case, why: str) -> dict:
+    return {"case": case.name, "engine": case.engine, "what": case.what, "state": "not run", "why": why}
+
+
+def render(row: dict) -> list:
+    if row["state"] == "not run":
+        return [row["case"], *[""] * 8, f"not run: {row['why']}"]
+    return [row["case"], row["tokens"], row["differing_words"], row["differing_tokens"], row["max_dp"], row["mean_dp"],
+            row["std_dp"], row["k3"], row["seconds"], row["state"]]
+
+
+def line(cells: list) -> str:
+    """One row, at fixed widths: rows are printed as they come."""
+    widths = [19, 9, 8, 8, 9, 9, 9, 9, 7, 0]
+    return "  ".join(cell(c).ljust(w) if i in (0, 9) else cell(c).rjust(w)
+                     for i, (c, w) in enumerate(zip(cells, widths))).rstrip()
+
+
+def engine_start(recipe: Recipe, invariant: bool, flags: dict | None = None) -> tuple[dict, dict]:
+    """The start message and the environment of one engine."""
+    merged = recipe.engine_flags(invariant) | (flags or {})
+    return ({"model": recipe.model, "flags": merged, "weights_script": recipe.weights_script},
+            recipe.environment(invariant))
+
+
+def rollout(recipe: Recipe, ui: UI, *, names: list[str] | None, tokens: int, invariant: bool, out: pathlib.Path,
+            logs: pathlib.Path, budget: float, env: dict[str, str], backend: str = "vllm", verb: str = "rollout") -> dict:
+    """Runs the cases and returns the finished record's data."""
+    engines = cases.plan(names)
+    work = workload.build(tokens, recipe.vocab)
+    subject = recipe.name + ("-tiny" if recipe.tiny else "")
+    kept = record.Record(verb, subject, {"cases": names, "tokens": tokens, "invariant": invariant,
+                                         "sampled_tokens": work.tokens, "requests": len(work.requests)}, out)
+    context, deadline = Context(work), time.monotonic() + budget
+    total = sum(map(len, engines.values()))
+    rows, digests = [], set()
+
+    def done(row: dict) -> None:
+        rows.append(row)
+        kept.row(row)
+        ui.say(line(render(row)))
+        for text in [*row.get("unmet", [])[:3], row.get("error"), row.get("first")]:
+            if text:
+                ui.say(f"    {text}")
+
+    ui.say(f"{subject}: {len(work.requests)} requests, {work.tokens:,} sampled tokens, VLLM_BATCH_INVARIANT={invariant:d}")
+    ui.say(line(HEADINGS))
+    with ui.bar("starting", total) as advance:
+        for name, planned in engines.items():
+            if deadline - time.monotonic() < 30:
+                for case in planned:
+                    done(not_run(case, "out of budget"))
+                continue
+            start, environment = engine_start(recipe, invariant, cases.ENGINES[name])
+            try:
+                engine = Engine(start, backend=backend, env=environment | env, log=logs / f"{verb}-{name}.log",
+                                on_event=lambda event: _event(ui, event), timeout=deadline - time.monotonic())
+            except EngineError as error:
+                ui.say(f"engine {name}: {error}")
+                for case in planned:
+                    done(not_run(case, f"its engine did not start: {str(error).splitlines()[0]}"))
+                continue
+            with engine:
+                lock = record.bind(pathlib.Path(engine.info["vllm_path"]).parent)
+                kept.engine(name, engine.info, start["flags"], environment, lock)
+                digests.add(engine.info["weights"])
+                ui.note(f"engine {name} started in {engine.info['start_seconds']} s; lock: {lock['state']}")
+                for index, case in enumerate(planned):
+                    advance(case.name)
+                    left = deadline - time.monotonic()
+                    if left < case.cost * max(0.2, tokens / 20000):
+                        done(not_run(case, f"out of budget ({left:.0f} s left)"))
+                        continue
+                    if context.base is None and case.name != "base":
+                        done(not_run(case, "the base run did not answer"))
+                        continue
+                    done(run_case(context, case, engine, engine.info["cache_block"], min(case.timeout, left)))
+                    if rows[-1].get("fatal"):
+                        for rest in planned[index + 1:]:
+                            done(not_run(rest, f"its engine was gone after {case.name}"))
+                        break
+    locked = all(e["lock"]["state"] == "locked" for e in kept.data["engines"].values()) and bool(kept.data["engines"])
+    complete = locked and len(digests) == 1 and all(r["state"] in ("equal", "differs") for r in rows)
+    kept.finish(complete, all(r["state"] == "equal" for r in rows), locked=locked, weights_equal=len(digests) == 1)
+    return kept.data
+
+
+def _event(ui: UI, event: dict) -> None:
+    if event["event"] == "where":
+        ui.note(f"{event['op']}: {event['place']} ({event['seconds']:.0f} s so far)")
+    else:
+        ui.note(event["text"])

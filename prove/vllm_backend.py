@@ -1,0 +1,269 @@
+"""Runs inside the engine's process: vLLM in-process, and the switches the proofs need.
+
+Nothing of vLLM is imported before `Backend` is built, so the environment the parent set is the one vLLM sees.
+Read against vLLM 0.33.0; what is used beyond the public LLMEngine is listed here:
+
+- engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens: read at every schedule() (v1/core/sched/scheduler.py
+  :719), so setting it changes the chunk size of a running engine.
+- engine.model_executor.driver_worker.worker.model_runner.cudagraph_manager._graphs_captured: while it is False,
+  dispatch() (v1/worker/gpu/cudagraph_utils.py:535) sends every batch to the eager path.
+- engine.reset_prefix_cache(reset_running_requests=True): preempts whatever runs; it starts again from its tokens.
+"""
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib.util
+import pathlib
+import time
+
+import numpy as np
+
+from prove.compare import words
+from prove.engine import pack
+
+IDLE_STEPS = 500
+
+
+def load_script(path: str):
+    spec = importlib.util.spec_from_file_location("prove_" + pathlib.Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Backend:
+    def __init__(self, *, model: str, flags: dict, weights_script: str | None = None, emit=lambda message: None):
+        started = time.monotonic()
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        emit({"event": "log", "text": f"vllm imported after {time.monotonic() - started:.1f} s"})
+        if weights_script:
+            _replace_dummy_loader(load_script(weights_script))
+        args = EngineArgs(model=model, disable_log_stats=True, **flags)
+        self.engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.runner = self.engine.model_executor.driver_worker.worker.model_runner
+        self.budget = self.scheduler.max_num_scheduled_tokens
+        self.steps = Steps(self.runner, self.scheduler)
+        self.counter = 0
+        self.start_seconds = time.monotonic() - started
+
+    # ---- what this engine is
+
+    def info(self) -> dict:
+        import torch
+        import triton
+        import vllm
+
+        config = self.engine.vllm_config
+        return {
+            "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "triton": triton.__version__,
+                         "cuda": torch.version.cuda},
+            "gpu": torch.cuda.get_device_name(0),
+            "vllm_path": str(pathlib.Path(vllm.__file__).parent),
+            "start_seconds": round(self.start_seconds, 1),
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "cudagraph_capture_sizes": list(config.compilation_config.cudagraph_capture_sizes or []),
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "max_model_len": config.model_config.max_model_len,
+            "cache_block": self.scheduler.block_size,
+            "num_gpu_blocks": config.cache_config.num_gpu_blocks,
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "runner": type(self.runner).__module__,
+            "weights": parameters_digest(self.runner.model),
+        }
+
+    # ---- ops
+
+    def op_run(self, *, requests: list[dict], chunk: int | None = None, graphs: str = "on",
+               preempt_at: list[int] = (), fresh: bool = True, one_by_one: bool = False,
+               keep_blocks: int | None = None) -> dict:
+        """Answers requests (fields: workload.Request, and join, read_cache, prompt_logprobs).
+
+        chunk: most tokens a step; graphs: "on", "off" or "mixed" (every other step); preempt_at: steps before which all
+        running requests are preempted; fresh: forget the prefix cache first; keep_blocks: cache blocks left to use.
+        """
+        if fresh and not self.engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
+        batches = [[r] for r in requests] if one_by_one else [requests]
+        answers: dict = {}
+        with self._chunk(chunk), self._graphs(), self._keep(keep_blocks), self.steps.counted() as steps:
+            started = time.monotonic()
+            for batch in batches:
+                answers |= self._drive(batch, graphs, set(preempt_at))
+            seconds = time.monotonic() - started
+        return {"answers": answers, "seconds": round(seconds, 3), **steps.summary()}
+
+    def _drive(self, requests: list[dict], graphs: str, preempt_at: set[int]) -> dict:
+        waiting = sorted(requests, key=lambda r: r.get("join", 0))  # stable: equal joins keep their order
+        names, answers, step = {}, {}, 0
+        while waiting or self.engine.has_unfinished_requests():
+            while waiting and (waiting[0].get("join", 0) <= step or not self.engine.has_unfinished_requests()):
+                request = waiting.pop(0)
+                names[self._add(request)] = request
+            if step in preempt_at:
+                self.engine.reset_prefix_cache(reset_running_requests=True)
+            if self.runner.cudagraph_manager is not None and graphs != "on":
+                self.runner.cudagraph_manager._graphs_captured = graphs == "mixed" and step % 2 == 0
+            for output in self.engine.step():
+                answers[names[output.request_id]["id"]] = _answer(output)
+            if self.steps.idle > IDLE_STEPS:
+                raise RuntimeError(f"nothing was scheduled for {IDLE_STEPS} steps with {len(names) - len(answers)} "
+                                   "requests unanswered: the cache cannot hold even one of them")
+            step += 1
+        return answers
+
+    def _add(self, request: dict) -> str:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.counter += 1
+        wants_prompt = request.get("prompt_logprobs", False)
+        params = SamplingParams(
+            temperature=request.get("temperature", 1.0), seed=request["seed"], max_tokens=request["max_tokens"],
+            ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0 if wants_prompt else None,
+            flat_logprobs=True, skip_reading_prefix_cache=not request.get("read_cache", False),
+            output_kind=RequestOutputKind.FINAL_ONLY)
+        name = f"{request['id']}.{self.counter}"
+        self.engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+        return name
+
+    @contextlib.contextmanager
+    def _chunk(self, chunk: int | None):
+        self.scheduler.max_num_scheduled_tokens = min(chunk or self.budget, self.budget)
+        try:
+            yield
+        finally:
+            self.scheduler.max_num_scheduled_tokens = self.budget
+
+    @contextlib.contextmanager
+    def _keep(self, blocks: int | None):
+        """Takes free cache blocks out of the pool, so that only `blocks` are left for requests."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        spare = pool.get_num_free_blocks() - blocks if blocks else 0
+        held = pool.get_new_blocks(spare) if spare > 0 else []
+        try:
+            yield
+        finally:
+            pool.free_blocks(held)
+
+    @contextlib.contextmanager
+    def _graphs(self):
+        manager = self.runner.cudagraph_manager
+        captured = manager._graphs_captured if manager is not None else None
+        try:
+            yield
+        finally:
+            if manager is not None:
+                manager._graphs_captured = captured
+
+
+class Steps:
+    """Counts what the model runner really did, so that a case can show it was not vacuous."""
+
+    def __init__(self, runner, scheduler):
+        self.pool = scheduler.kv_cache_manager.block_pool
+        self._on = False
+        self._zero()
+        execute, preempt = runner.execute_model, scheduler._preempt_request
+
+        def counted_execute(scheduler_output, *args, **kwargs):
+            self._batch(scheduler_output)
+            return execute(scheduler_output, *args, **kwargs)
+
+        def counted_preempt(*args, **kwargs):
+            self.preemptions += self._on
+            return preempt(*args, **kwargs)
+
+        runner.execute_model, scheduler._preempt_request = counted_execute, counted_preempt
+        if runner.cudagraph_manager is not None:
+            dispatch = runner.cudagraph_manager.dispatch
+
+            def counted_dispatch(*args, **kwargs):
+                described = dispatch(*args, **kwargs)
+                if self._on:
+                    self.modes[described.cg_mode.name] += 1
+                return described
+
+            runner.cudagraph_manager.dispatch = counted_dispatch
+
+    def _zero(self) -> None:
+        self.modes, self.decode_rows, self.mixed, self.prefills = collections.Counter(), set(), 0, []
+        self.preemptions, self.peak_blocks, self.idle = 0, 0, 0
+
+    def _batch(self, scheduler_output) -> None:
+        counts = list(scheduler_output.num_scheduled_tokens.values())
+        self.idle = 0 if counts else self.idle + 1
+        if not self._on or not counts:
+            return
+        self.peak_blocks = max(self.peak_blocks, self.pool.num_gpu_blocks - self.pool.get_num_free_blocks())
+        prefill = [c for c in counts if c > 1]
+        if not prefill:
+            self.decode_rows.add(len(counts))
+        elif len(prefill) < len(counts):
+            self.mixed += 1
+        self.prefills += prefill
+
+    @contextlib.contextmanager
+    def counted(self):
+        self._zero()
+        self._on = True
+        try:
+            yield self
+        finally:
+            self._on = False
+
+    def summary(self) -> dict:
+        return {"modes": dict(self.modes), "decode_rows": sorted(self.decode_rows), "mixed_steps": self.mixed,
+                "longest_chunk": max(self.prefills, default=0), "chunks": len(self.prefills),
+                "preemptions": self.preemptions, "peak_blocks": self.peak_blocks}
+
+
+def _answer(output) -> dict:
+    completion = output.outputs[0]
+    answer = {
+        "tokens": pack(np.asarray(completion.token_ids, dtype=np.int64)),
+        "words": pack(words(_chosen(completion.logprobs))),
+        "cached": int(output.num_cached_tokens or 0),
+    }
+    if output.prompt_logprobs is not None:
+        # One entry a prompt token; the first has none. After a prefix hit only the computed tail is there.
+        answer["prompt_words"] = pack(words(_chosen(output.prompt_logprobs)))
+    return answer
+
+
+def _chosen(logprobs) -> list[float]:
+    """The logprob of the sampled (or prompt) token at each position: vLLM puts it first."""
+    return [logprobs.logprobs[start] for start, end in zip(logprobs.start_indices, logprobs.end_indices)
+            if start < end]
+
+
+def _replace_dummy_loader(script) -> None:
+    """load_format = "dummy" fills the parameters by the recipe's script instead of with near-zero noise."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    @register_model_loader("dummy")
+    class TinyLoader(BaseModelLoader):
+        def download_model(self, model_config) -> None:
+            pass
+
+        def load_weights(self, model, model_config) -> None:
+            script.fill(model)
+
+
+def parameters_digest(model) -> str:
+    """A 64-bit sum over the bytes of all parameters as the kernels see them: equal models have equal digests."""
+    import torch
+
+    total = 0
+    for index, (_, param) in enumerate(model.named_parameters()):
+        flat = param.detach().contiguous().view(-1).view(torch.uint8)
+        tail = flat.numel() % 4
+        whole = flat[:flat.numel() - tail].view(torch.int32).sum(dtype=torch.int64) if flat.numel() >= 4 else flat.sum()
+        total = (total * 1000003 + int(whole) + int(flat[-tail:].sum() if tail else 0) + index) % 2**64
+    return f"{total:016x}"

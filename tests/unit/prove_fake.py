@@ -1,0 +1,74 @@
+"""A backend for prove.engine that needs no GPU: a "model" whose next token is a pure function of the tokens before it.
+
+flags["fault"] plants what the harness must notice: "batch" lets a logprob depend on how many requests run together,
+"phase" lets prefill differ from decode in one place, "nan", "lost" (an answer is missing), "hang", "die", "raise".
+"""
+import os
+import struct
+import time
+import zlib
+
+import numpy as np
+
+from prove.engine import pack
+
+BLOCK = 256
+
+
+def _word(prefix: bytes, token: int) -> int:
+    value = -0.5 - (zlib.crc32(prefix + struct.pack("<q", token)) % 9973) / 1000
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+class Backend:
+    def __init__(self, *, model, flags, weights_script=None, emit=None):
+        self.fault, self.vocab = flags.get("fault"), 97
+        self.eager = flags.get("enforce_eager", False)
+        if self.fault == "no start":
+            raise ValueError("the engine refuses: TP > 1")
+        emit({"event": "log", "text": "fake started"})
+
+    def info(self):
+        return {"versions": {"vllm": "fake"}, "gpu": "none", "vllm_path": os.environ["FAKE_SITE"] + "/vllm",
+                "start_seconds": 0.0, "cache_block": BLOCK, "max_model_len": 8192, "max_num_seqs": 256,
+                "weights": "00"}
+
+    def op_run(self, *, requests, chunk=None, graphs="on", preempt_at=(), fresh=True, one_by_one=False,
+               keep_blocks=None):
+        if self.fault == "hang":
+            time.sleep(60)
+        if self.fault == "die":
+            os._exit(3)
+        if self.fault == "raise":
+            raise RuntimeError("CUDA error: an illegal memory access")
+        together = 1 if one_by_one else len(requests)
+        answers = {r["id"]: self._answer(r, together) for r in requests}
+        if self.fault == "lost":
+            answers.pop(requests[-1]["id"])
+        modes = {"NONE": 1} if self.eager or graphs == "off" else {"FULL": 1, **({"NONE": 1} if graphs == "mixed" else {})}
+        return {"answers": answers, "seconds": 0.0, "modes": modes, "decode_rows": [together],
+                "mixed_steps": int(any(r.get("join") for r in requests)), "longest_chunk": chunk or 5000,
+                "preemptions": int(bool(preempt_at or keep_blocks)), "peak_blocks": 100}
+
+    def _answer(self, request, together):
+        prompt = request["prompt"]
+        prefix = np.asarray(prompt, np.int64).tobytes()
+        tokens, out = [], []
+        for _ in range(request["max_tokens"]):
+            token = (zlib.crc32(prefix) + request["seed"]) % self.vocab
+            tokens.append(token)
+            out.append(_word(prefix, token))
+            prefix += struct.pack("<q", token)
+        if self.fault == "batch" and together > 1 and len(prompt) == 257:
+            out[3] ^= 1
+        if self.fault == "nan":
+            out[0] = 0x7FC00000
+        answer = {"tokens": pack(np.asarray(tokens, np.int64)), "words": pack(np.asarray(out, np.uint32)),
+                  "cached": BLOCK if request.get("read_cache") and len(prompt) > BLOCK else 0}
+        if request.get("prompt_logprobs"):
+            data = np.asarray(prompt, np.int64).tobytes()
+            scored = [_word(data[:8 * i], prompt[i]) for i in range(1, len(prompt))]
+            if self.fault == "phase":
+                scored[-1] ^= 1 << 31
+            answer["prompt_words"] = pack(np.asarray(scored[answer["cached"]:], np.uint32))
+        return answer

@@ -1,0 +1,67 @@
+"""A record is evidence only for the engine whose files are exactly the lock's."""
+import hashlib
+import json
+
+from prove import record
+
+
+def lock(tmp_path, contents):
+    """A lock of one entry: path -> (before, after) text, None for no file."""
+    def sha(text):
+        return None if text is None else hashlib.sha256(text.encode()).hexdigest()
+    paths = {p: {"before": sha(b), "after": sha(a), "by": ["slug"]} for p, (b, a) in contents.items()}
+    path = tmp_path / "patchset.lock"
+    path.write_text(json.dumps({"schema": 1, "targets": {
+        "vllm@0.33.0/all": {"patches": {}, "paths": paths, "tree": "t", "digest": "d1"},
+        "megatron@0.19.2/all": {"patches": {}, "paths": {}, "tree": "t", "digest": "d2"}}}))
+    return path
+
+
+def site(tmp_path, contents):
+    for name, text in contents.items():
+        path = tmp_path / "site" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "site"
+
+
+CONTENTS = {"vllm/a.py": ("old", "new"), "vllm/zero_mismatch/b.py": (None, "added")}
+
+
+def test_the_locked_tree_is_recognised(tmp_path):
+    found = record.bind(site(tmp_path, {"vllm/a.py": "new", "vllm/zero_mismatch/b.py": "added"}),
+                        lock_path=lock(tmp_path, CONTENTS))
+    assert found == {"state": "locked", "entry": "vllm@0.33.0/all", "digest": "d1"}
+
+
+def test_the_untouched_wheel_is_pristine(tmp_path):
+    assert record.bind(site(tmp_path, {"vllm/a.py": "old"}), lock_path=lock(tmp_path, CONTENTS))["state"] == "pristine"
+
+
+def test_one_edited_file_is_named(tmp_path):
+    found = record.bind(site(tmp_path, {"vllm/a.py": "edited", "vllm/zero_mismatch/b.py": "added"}),
+                        lock_path=lock(tmp_path, CONTENTS))
+    assert found["state"] == "other" and found["differs"] == ["vllm/a.py"]
+
+
+def test_without_a_lock_nothing_is_bound(tmp_path):
+    assert record.bind(site(tmp_path, {"vllm/a.py": "new"}), lock_path=tmp_path / "patchset.lock")["state"] == "unlocked"
+
+
+def test_a_killed_run_leaves_its_rows_and_is_incomplete(tmp_path):
+    kept = record.Record("rollout", "m-tiny", {"tokens": 5}, tmp_path)
+    kept.row({"case": "base", "state": "equal"})
+    data = json.loads((tmp_path / "rollout-m-tiny.json").read_text())
+    assert [r["case"] for r in data["rows"]] == ["base"] and not data["complete"] and not data["passed"]
+
+
+def test_an_incomplete_run_cannot_pass(tmp_path):
+    kept = record.Record("rollout", "m", {}, tmp_path)
+    kept.finish(complete=False, passed=True)
+    assert json.loads(kept.path.read_text())["passed"] is False
+
+
+def test_no_path_of_the_machine_reaches_a_record(tmp_path):
+    kept = record.Record("rollout", "m", {}, tmp_path)
+    kept.engine("graph", {"gpu": "g", "vllm_path": "/somewhere/vllm"}, {"model": "/here/tiny", "seed": 0}, {}, {})
+    assert "/somewhere" not in kept.path.read_text() and "/here" not in kept.path.read_text()
