@@ -14,7 +14,7 @@ from .shadow import OFFSET, File, Files, Offset, Shadow
 
 SIMILAR = 60  # per cent from which a vanished and a new file are taken for one that was renamed
 BASE_MARKER = re.compile(rb"^\|{7} [0-9a-f]{7,40}$", re.MULTILINE)
-QUICK_CONTEXT = ["-c", "merge.directoryRenames=false"]
+NAME = "file"  # of the one file in a tree that is merged or compared
 
 
 @dataclass(frozen=True)
@@ -49,27 +49,34 @@ class Merger:
     def __init__(self, shadow: Shadow):
         self.shadow = shadow
         self.git = shadow.repository
+        self._trees: dict[File, str] = {}
+        self._hunks: dict[tuple[File, File], list[diff.Hunk]] = {}
 
-    def merge(self, path: str, base: File, ours: File, theirs: File, names: tuple[str, str, str]) -> Merge:
+    def merge(self, base: File, ours: File, theirs: File, names: tuple[str, str, str]) -> Merge:
         """Merge as a rebase does. git 2.39 takes no merge base, so both sides become children of a made-up commit.
 
         `names` label base, ours and theirs in the conflict markers.
         """
-        root = self._commit({path: base}, None)
+        root = self._commit(base, None)
         refs = []
         for name, file in zip(names[1:], (ours, theirs), strict=True):
             refs.append(re.sub(r"[^\w.@-]", "-", name))
-            self.git.run(["update-ref", f"refs/heads/{refs[-1]}", self._commit({path: file}, root)])
-        done = self.git.run([*QUICK_CONTEXT, "merge-tree", "--write-tree", "--no-messages", *refs], allowed=(0, 1))
+            self.git.run(["update-ref", f"refs/heads/{refs[-1]}", self._commit(file, root)])
+        done = self.git.run(["-c", "merge.directoryRenames=false", "merge-tree", "--write-tree", "--no-messages", *refs], allowed=(0, 1))
         tree = done.stdout.split(b"\n", 1)[0].decode()
-        data = self.git.run(["cat-file", "blob", f"{tree}:{path}"]).stdout
+        data = self.git.run(["cat-file", "blob", f"{tree}:{NAME}"]).stdout
         if done.returncode:
             data = BASE_MARKER.sub(b"||||||| " + names[0].encode(), data)
         return Merge(data, bool(done.returncode))
 
-    def _commit(self, files: Files, parent: str | None) -> str:
-        tree = self.shadow.tree_of(files)
-        return self.git.out(["commit-tree", "-m", "synthetic", *(["-p", parent] if parent else []), tree])
+    def _commit(self, file: File, parent: str | None) -> str:
+        return self.git.out(["commit-tree", "-m", "synthetic", *(["-p", parent] if parent else []), self._tree(file)])
+
+    def _tree(self, file: File) -> str:
+        """The tree that holds this file alone, by the name NAME."""
+        if file not in self._trees:
+            self._trees[file] = self.shadow.tree_of({NAME: file})
+        return self._trees[file]
 
     def apply(self, path: str, file: File | None, text: bytes) -> tuple[File | None, list[Offset]] | None:
         """Apply one file's section of a patch with zero fuzz; None if it does not apply. The result may be no file."""
@@ -94,8 +101,12 @@ class Merger:
 
     def hunks(self, before: File, after: File) -> list[diff.Hunk]:
         """Exact hunks, with context."""
-        files = diff.parse(self.text({"file": before}, {"file": after}), "the diff of two releases")
-        return files[0].hunks if files else []
+        key = before, after
+        if key not in self._hunks:
+            text = diff_trees(self.shadow, self._tree(before), self._tree(after))
+            files = diff.parse(text, "the diff of two releases")
+            self._hunks[key] = files[0].hunks if files else []
+        return self._hunks[key]
 
     def groups(self, before: File, after: File) -> list[Group]:
         return [group for hunk in self.hunks(before, after) for group in groups_of(hunk)]

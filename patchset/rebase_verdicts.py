@@ -101,7 +101,7 @@ def _whole_file(v: Versions) -> FileResult:
 
 def _judge_text(git: Merger, v: Versions) -> FileResult:
     tried = git.apply(v.path, v.upstream, v.section)
-    merge = git.merge(v.path, v.base, v.upstream, v.patched, v.names)
+    merge = git.merge(v.base, v.upstream, v.patched, v.names)
     result = FileResult(v.path, v.path, CLEAN)
     result.hunks = _hunks(git, v)
     if v.base.data == v.patched.data:  # only the mode changes
@@ -181,7 +181,7 @@ def _conflict(git: Merger, v: Versions, result: FileResult, merge: Merge) -> Non
         return
     left = [group for number, hunk in enumerate(hunks, 1) if number not in there for group in groups_of(hunk)]
     rest = File(apply_groups(v.base.data, left), v.patched.mode)
-    again = git.merge(v.path, v.base, v.upstream, rest, v.names)
+    again = git.merge(v.base, v.upstream, rest, v.names)
     if not again.conflict and again.data != v.upstream.data:
         result.verdict, result.merged, result.after = PARTLY, None, File(again.data, v.upstream.mode)
         result.evidence.append(f"hunks {', '.join(map(str, there))} are already upstream; the others merge without conflict")
