@@ -250,7 +250,7 @@ def _bounds(starts, lengths, r, width, NEXT_N: tl.constexpr, HAS_STARTS: tl.cons
     return first, tl.maximum(tl.minimum(n, width - first), 0)
 
 
-@triton.jit(do_not_specialize=["width", "first_row"])
+@triton.jit(do_not_specialize=["width", "first_row"], do_not_specialize_on_alignment=["lengths"])
 def _mark_kernel(logits, lengths, scratch, width, stride, slot_stride, K, first_row, NEXT_N: tl.constexpr,
                  CAP: tl.constexpr, SAMPLE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64)
@@ -263,7 +263,8 @@ def _mark_kernel(logits, lengths, scratch, width, stride, slot_stride, K, first_
         _mark(row, words, first, tl.minimum(first + SPLIT, n), n, _sampled_score(row, n, K, SAMPLE), TILE)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "first_row"])
+@triton.jit(do_not_specialize=["rows", "width", "first_row"],
+            do_not_specialize_on_alignment=["starts", "lengths", "out"])
 def _select_kernel(logits, starts, lengths, out, scratch, rows, width, stride, out_stride, slot_stride, K, first_row,
                    NEXT_N: tl.constexpr, HAS_STARTS: tl.constexpr, MARK: tl.constexpr, OUT: tl.constexpr,
                    CAP: tl.constexpr, SAMPLE: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr):
@@ -298,6 +299,14 @@ def _select_kernel(logits, starts, lengths, out, scratch, rows, width, stride, o
             else:
                 _select_in_memory(row, row_out, n, K, TILE)
             tl.debug_barrier()  # the next row of this program reuses the slot
+
+
+@triton.jit
+def _fill_all_kernel(out, positions, K, RATIO: tl.constexpr, OUT: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    n = (tl.load(positions + row) + 1) // RATIO
+    rank = tl.arange(0, OUT)
+    tl.store(out + row * K + rank, tl.where(rank < n, n - 1 - rank, -1), mask=rank < K)
 
 
 def _sample_size(width: int) -> int:
@@ -359,6 +368,14 @@ def top_k(logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, scratc
             out.shape[1], first, HAS_STARTS=starts is not None, MARK=not split, OUT=triton.next_power_of_2(out.shape[1]),
             WORDS=WORDS, num_warps=FINISH_WARPS, **shared)
     return out
+
+
+def fill_all(out: torch.Tensor, positions: torch.Tensor, tokens: int, k: int, ratio: int) -> None:
+    """What `top_k` writes where no row can have more than k scores: all (position + 1) // ratio of them, descending.
+
+    out: [>= tokens, k] int32 with contiguous rows. positions: [>= tokens] integers.
+    """
+    _fill_all_kernel[(tokens,)](out, positions, k, RATIO=ratio, OUT=triton.next_power_of_2(k), num_warps=8)
 
 
 def top_k_reference(logits: torch.Tensor, lengths: torch.Tensor, k: int, starts: torch.Tensor | None = None,
