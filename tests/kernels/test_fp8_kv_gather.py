@@ -5,103 +5,26 @@ import types
 
 import pytest
 import torch
+from kv_scene import LAYERS, WINDOW, Scene, assert_same_bits, selected
 from vllm.zero_mismatch import fp8_kv_gather as gather_module
-from vllm.zero_mismatch.fp8_kv_gather import HEAD_DIM, RECORDS, TopK, Window, gather, gather_reference, list_width
+from vllm.zero_mismatch.fp8_kv_gather import HEAD_DIM, RECORDS, Window, gather, gather_reference
 from vllm.zero_mismatch.prefill_decode import PrefillDecode
 
-WINDOW = 128
 # Softmax over at most 640 BF16 rows with fp32 accumulation: two ulp of BF16 (2**-8) on outputs below 4.
 ATTENTION_TOLERANCE = 4 * 2.0**-7
 
 
-def assert_same_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    words = torch.int16 if got.element_size() == 2 else torch.int32
-    differ = (got.view(words) != want.view(words)).nonzero()
-    if len(differ):
-        first = tuple(differ[0].tolist())
-        raise AssertionError(f"{what}: {len(differ)} words differ, first {first}: {got[first]} != {want[first]}")
-
-
-def paged_cache(record, pages: int, page_tokens: int, seed: int) -> torch.Tensor:
-    """A cache of random finite records, its pages padded to a multiple of 576 bytes as upstream does."""
-    generator = torch.Generator().manual_seed(seed)
-    page_bytes = -(-page_tokens * record.bytes_per_token // 576) * 576
-    flat = torch.randint(0, 256, (pages, page_bytes), dtype=torch.uint8, generator=generator)
-    cache = flat.as_strided((pages, page_tokens, record.bytes_per_token), (page_bytes, record.bytes_per_token, 1))
-    for page in flat:
-        tokens = page.as_strided((page_tokens, record.data_bytes), (record.token_stride, 1), page.storage_offset())
-        codes = tokens[:, : record.fp8_dim]
-        codes[codes & 0x7F == 0x7F] = 0x38  # no NaN codes: the writer never stores one
-        rope = torch.randn(page_tokens, HEAD_DIM - record.fp8_dim, generator=generator)
-        tokens[:, record.fp8_dim:] = rope.to(torch.bfloat16).view(torch.uint8)
-        start = page.storage_offset() + record.scale_base(page_tokens)
-        scales = page.as_strided((page_tokens, record.scale_bytes), (record.scale_stride, 1), start)
-        scales.copy_(torch.randint(117, 125, scales.shape, dtype=torch.uint8, generator=generator))
-    return cache
-
-
-class Scene:
-    """Requests with paged caches; `positions` are decoded in one step."""
-
-    def __init__(self, record, ratio: int, top_k: int, positions: list[int], seed: int = 0, page: int = 16):
-        generator = torch.Generator().manual_seed(seed + 1)
-        requests = len(positions)
-        self.positions = torch.tensor(positions)
-        self.request = torch.arange(requests, dtype=torch.int32)
-        window_pages = max(positions) // page + 1
-        self.window_table = torch.randperm(requests * window_pages, generator=generator).view(requests, -1).int()
-        slots = torch.full((requests, WINDOW), -1, dtype=torch.int32)
-        lengths = torch.zeros(requests, dtype=torch.int32)
-        for r, position in enumerate(positions):
-            rows = torch.arange(max(0, position - WINDOW + 1), position + 1)
-            slots[r, : len(rows)] = self.window_table[r, rows // page] * page + rows % page
-            lengths[r] = len(rows)
-        self.window = Window(paged_cache(record, requests * window_pages, page, seed), slots, lengths)
-        self.topk = None
-        if ratio > 1:
-            self.topk = self._topk(record, ratio, top_k, positions, seed, max(1, 64 // ratio), generator)
-        self.width = list_width(top_k, WINDOW)
-
-    def _topk(self, record, ratio, top_k, positions, seed, page, generator) -> TopK:
-        requests, pages = len(positions), (max(positions) + 1) // ratio // page + 1
-        table = torch.randperm(requests * pages, generator=generator).view(requests, -1).int()
-        local = torch.full((requests, top_k), -1, dtype=torch.int32)
-        for r, position in enumerate(positions):
-            rows = torch.randperm((position + 1) // ratio, generator=generator)[:top_k]
-            local[r, : len(rows)] = rows.sort(descending=True).values
-        cache = paged_cache(record, requests * pages, page, seed + 2)
-        return TopK(cache, table, None if ratio == 128 else local, top_k, ratio)
-
-    def run(self, tokens: slice = slice(None)):
-        count = len(self.positions[tokens])
-        rows = torch.full((count, self.width, HEAD_DIM), float("nan"), dtype=torch.bfloat16)
-        indices = torch.full((count, self.width), 12345, dtype=torch.int32)
-        lengths = torch.full((count,), 12345, dtype=torch.int32)
-        window = Window(self.window.cache, self.window.slots[tokens], self.window.lengths[tokens])
-        topk = self.topk
-        if topk is not None and topk.local is not None:
-            topk = TopK(topk.cache, topk.block_table, topk.local[tokens], topk.width, topk.ratio)
-        gather(rows, indices, lengths, self.positions[tokens], self.request[tokens], window, topk)
-        return rows, indices, lengths
-
-
-LAYERS = {"sliding": (1, 0), "csa": (4, 128), "hca": (128, 128)}
 # Window not full, full, and past the point where top-k drops rows; chunk edges of ratio 4 and 128.
 POSITIONS = [0, 2, 3, 126, 127, 128, 255, 511, 700]
 
 
 @functools.cache
 def built(kind: str, record_bytes: int) -> Scene:
-    return Scene(RECORDS[record_bytes], *LAYERS[kind], POSITIONS)
+    return Scene(RECORDS[record_bytes], kind, POSITIONS, window_page=16)
 
 
 def scene(kind: str, record_bytes: int = 584) -> Scene:
     return copy.deepcopy(built(kind, record_bytes))
-
-
-def selected(rows: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
-    flat = rows.view(-1, HEAD_DIM)
-    return [flat[indices[t, : int(lengths[t])].long()] for t in range(len(lengths))]
 
 
 @pytest.mark.parametrize("record_bytes", sorted(RECORDS))

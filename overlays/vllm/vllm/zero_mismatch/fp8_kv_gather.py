@@ -78,7 +78,7 @@ def record_of(cache: torch.Tensor) -> Record:
 def _row(
     cache_ptr, page, offset, live, out_ptr,
     PAGE_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, SCALE_BASE: tl.constexpr,
-    FP8_DIM: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    FP8_DIM: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):
     """Dequantise one row a lane from (page, offset) to `out_ptr: [ROWS, 1, 1]`, where live."""
     GROUPS: tl.constexpr = DIM // GROUP
@@ -88,12 +88,12 @@ def _row(
     lane = tl.arange(0, GROUP)[None, None, :]
     column = group * GROUP + lane
     quantised = live[:, None, None] & (group * GROUP < FP8_DIM)
-    code = tl.load(token[:, None, None] + column, mask=quantised & (lane >= 0), other=0)
+    code = tl.load(token[:, None, None] + column, mask=quantised, other=0)
     exponent = tl.load(scales[:, None, None] + group, mask=quantised, other=0)
     # The exponent byte moved into the fp32 exponent field is the scale itself.
     scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
-    tl.store(out_ptr[:, None, None] + column, value.to(tl.bfloat16), mask=quantised & (lane >= 0))
+    tl.store(out_ptr[:, None, None] + column, value.to(tl.bfloat16), mask=quantised)
     if FP8_DIM < DIM:
         tail = tl.arange(0, DIM - FP8_DIM)[None, :]
         source = (token + FP8_DIM).to(tl.pointer_type(tl.bfloat16))
@@ -145,7 +145,7 @@ def _gather_kernel(
         out = rows_ptr + (first_row + column) * DIM
         _row(
             topk_cache_ptr, page, local % TOPK_PAGE, live, out, TOPK_PAGE_STRIDE, TOKEN_STRIDE, SCALE_STRIDE,
-            TOPK_SCALE_BASE, FP8_DIM, GROUP, DIM, ROWS,
+            TOPK_SCALE_BASE, FP8_DIM, GROUP, DIM,
         )
     else:
         place = column - TOP_K
@@ -155,7 +155,7 @@ def _gather_kernel(
         out = rows_ptr + (first_row + topk_len + place) * DIM
         _row(
             window_cache_ptr, slot // WINDOW_PAGE, slot % WINDOW_PAGE, live, out, WINDOW_PAGE_STRIDE, TOKEN_STRIDE,
-            SCALE_STRIDE, WINDOW_SCALE_BASE, FP8_DIM, GROUP, DIM, ROWS,
+            SCALE_STRIDE, WINDOW_SCALE_BASE, FP8_DIM, GROUP, DIM,
         )
     tl.store(indices_ptr + first_row + column, tl.where(listed, (first_row + column).to(tl.int32), -1))
     if tile == 0:
