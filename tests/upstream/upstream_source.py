@@ -12,7 +12,8 @@ import tempfile
 
 import pytest
 
-from patchset import pins, series
+from patchset import fetch, pins, series
+from patchset.errors import NeedsWork
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -25,13 +26,10 @@ def _release():
 
 @functools.cache
 def _archive() -> pathlib.Path:
-    from patchset import fetch
-
-    upstream, release = _release()
-    path = fetch.cached_sdist(upstream, release)
-    if path is None:
-        pytest.skip(f"the sdist of {upstream.distribution} {release.version} is not in the cache: apply.py fetch")
-    return path
+    try:
+        return fetch.sdist(*_release())
+    except NeedsWork as error:
+        pytest.skip(f"no sdist of the pinned vLLM: {error}")
 
 
 @functools.cache
@@ -55,20 +53,20 @@ def _trees() -> tuple[dict[str, str], dict[str, str]]:
 
 
 @functools.cache
-def _untouched(path: str) -> str:
+def _sources() -> dict[str, str]:
+    """Every Python file of the package, read in one pass: seeking in a compressed archive costs a pass each time."""
     with tarfile.open(_archive()) as archive:
-        for member in archive:
-            if member.name.partition("/")[2] == path:
-                return archive.extractfile(member).read().decode()
-    raise FileNotFoundError(f"{path} is not in the sdist")
+        members = ((member, member.name.partition("/")[2]) for member in archive)
+        return {path: archive.extractfile(member).read().decode() for member, path in members
+                if path.startswith("vllm/") and path.endswith(".py")}
 
 
 def stock(path: str) -> str:
-    return _trees()[0].get(path) or _untouched(path)
+    return _trees()[0].get(path) or _sources()[path]
 
 
 def patched(path: str) -> str:
-    return _trees()[1].get(path) or _untouched(path)
+    return _trees()[1].get(path) or _sources()[path]
 
 
 def define(source: str, names: list[str], scope: dict) -> dict:
