@@ -7,9 +7,11 @@ from pathlib import Path
 
 from . import archive
 from .rebase_merge import Merger
-from .shadow import File, Files
+from .shadow import Files
 
 CODE = (".py", ".pyi", ".cu", ".cuh", ".cpp", ".cc", ".c", ".h", ".hpp", ".cmake", ".toml", ".txt", ".json", ".yaml")
+
+TELLING_LINES = 5  # neither blank nor comment
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,22 @@ def read(version: str, path: Path, named: Iterable[str]) -> ReleaseTree:
 
 
 def renamed(git: Merger, old: ReleaseTree, new: ReleaseTree, paths: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """For those of `paths` that the new release no longer has: new path and similarity, as git detects renames."""
-    gone = {path: old.files[path] for path in paths if path in old.files and path not in new.names}
-    endings = {Path(path).suffix for path in gone}
-    fresh: dict[str, File] = {path: file for path, file in new.files.items()
-                              if path not in old.names and Path(path).suffix in endings}
-    return git.renames(gone, fresh)
+    """For those of `paths` that the new release no longer has: new path and similarity, as git detects renames.
+
+    Only a new file of the same kind in the same top folder counts. A file of a licence line and little more resembles
+    many others (vLLM's empty `__init__.py` all do), so it is not looked for.
+    """
+    gone = {path: old.files[path] for path in paths
+            if path in old.files and path not in new.names and _telling(old.files[path].data)}
+    kinds = {_kind(path) for path in gone}
+    fresh = {path: file for path, file in new.files.items() if path not in old.names and _kind(path) in kinds}
+    return {path: found for path, found in git.renames(gone, fresh).items() if _kind(path) == _kind(found[0])}
+
+
+def _kind(path: str) -> tuple[str, str]:
+    return path.split("/", 1)[0], Path(path).suffix
+
+
+def _telling(data: bytes) -> bool:
+    lines = [line.strip() for line in data.split(b"\n")]
+    return sum(bool(line) and not line.startswith((b"#", b"//", b"*", b"/*")) for line in lines) >= TELLING_LINES

@@ -168,6 +168,15 @@ def test_renamed_file_is_moved_with_its_anchors_and_needs_a_person(upstream):
     assert both["toy/core/engine.py"].data.decode() == data.replace(*FORWARD).replace(*ROUTE)
 
 
+def test_files_that_say_little_are_not_taken_for_renamed_ones(upstream):
+    licence = "# SPDX-License-Identifier: Apache-2.0\n# by the authors\n"
+    upstream.base["2.0.0"] = upstream.state = upstream.state | files({"toy/sub/__init__.py": licence + "A = 1\n"})
+    upstream.hook("init", ("A = 1\n", "A = 2\n"), path="toy/sub/__init__.py", anchor=f"{ENGINE}::LIMIT")
+    upstream.release |= files({"toy/elsewhere/__init__.py": licence + "A = 1\n"})
+    done = upstream.rebase()
+    assert (only(done).verdict, done.renamed) == ("deleted", {})
+
+
 def test_function_that_went_to_another_file_takes_its_hunk_along(upstream):
     upstream.hook("last", LAST, anchor=f"{ENGINE}::last")
     body = SOURCE[SOURCE.index("def last"):]
