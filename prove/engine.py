@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import importlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -25,6 +24,8 @@ import traceback
 from typing import Self
 
 import numpy as np
+
+from prove.scripts import load
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -204,10 +205,7 @@ def serve(backend_class, commands, answer_fd: int) -> None:
 def _backend_class(name: str):
     if name == "vllm":
         return importlib.import_module("prove.vllm_backend").Backend
-    spec = importlib.util.spec_from_file_location("prove_test_backend", name)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Backend
+    return load(name).Backend
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib.util
 import pathlib
 import time
 
@@ -21,15 +20,9 @@ import numpy as np
 
 from prove.compare import words
 from prove.engine import pack
+from prove.scripts import load
 
 IDLE_STEPS = 500
-
-
-def load_script(path: str):
-    spec = importlib.util.spec_from_file_location("prove_" + pathlib.Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Backend:
@@ -41,7 +34,7 @@ class Backend:
 
         emit({"event": "log", "text": f"vllm imported after {time.monotonic() - started:.1f} s"})
         if weights_script:
-            _replace_dummy_loader(load_script(weights_script))
+            _replace_dummy_loader(load(weights_script))
         args = EngineArgs(model=model, disable_log_stats=True, **flags)
         self.engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
         self.scheduler = self.engine.engine_core.engine_core.scheduler

@@ -1,15 +1,16 @@
 """`prove warm`: fills the JIT caches, so that a later command spends its minutes on proofs.
 
 TileLang, Triton, CuTe DSL and DeepGEMM compile at first use, and some of their kernels differ with the number of
-tokens. So: start an eager engine (no capture to wait for), prefill at sizes that cross the kernels' tile limits, decode
-at several batch sizes, then start an engine with graphs. What each second went into is printed and recorded.
+tokens. So: compile what the recipe's script names, in parallel; start an eager engine (no capture to wait for); prefill
+at sizes that cross the kernels' tile limits, decode at several batch sizes; then start an engine with graphs. What each
+second went into is printed and recorded.
 """
 from __future__ import annotations
 
 import pathlib
 import time
 
-from prove import record, workload
+from prove import precompile, record, workload
 from prove.engine import Engine, EngineError
 from prove.recipe import Recipe
 from prove.rollout import _event, engine_start
@@ -25,6 +26,11 @@ def warm(recipe: Recipe, ui: UI, *, out: pathlib.Path, logs: pathlib.Path, budge
     kept = record.Record("warm", subject, {"modes": modes}, out)
     deadline, complete = time.monotonic() + budget, True
     for invariant in modes:
+        if script := recipe.section("precompile").get("script"):
+            ui.note(f"precompiling for VLLM_BATCH_INVARIANT={invariant:d}")
+            for row in precompile.run(recipe.folder / script, recipe.environment(invariant) | env, logs,
+                                      0.5 * (deadline - time.monotonic()), ui.note):
+                kept.row(row)
         for name, flags in (("eager", {"enforce_eager": True}), ("graph", {})):
             row = {"engine": f"{name}, VLLM_BATCH_INVARIANT={invariant:d}"}
             ui.note(f"starting {row['engine']}")
