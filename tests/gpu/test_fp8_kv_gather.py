@@ -3,7 +3,7 @@ import types
 
 import pytest
 import torch
-from flashmla_cases import SCALE, attend, queries, stock_decode
+from flashmla_cases import HEADS, SCALE, attend, queries, stock_decode
 from kv_scene import LAYERS, WINDOW, Scene, assert_same_bits, selected
 
 from vllm.zero_mismatch.fp8_kv_gather import HEAD_DIM, RECORDS, gather, gather_reference
@@ -185,3 +185,31 @@ def test_gather_takes_no_host_sync():
         gather(rows, indices, lengths, *args)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_cache_writer_keeps_a_rows_bits_on_both_sides_of_1024_tokens():
+    """Upstream's writer of q and K takes another grid from 1024 tokens on (fused_deepseek_v4_qnorm_rope_kv_insert)."""
+    need_engine()
+    pytest.importorskip("vllm._C", reason="needs vLLM's compiled kernels")
+    tokens, page = 1536, 64
+    generator = torch.Generator().manual_seed(9)
+    q = torch.randn(tokens, HEADS, HEAD_DIM, generator=generator).to(torch.bfloat16).cuda()
+    kv = (torch.randn(tokens, HEAD_DIM, generator=generator) * 3).to(torch.bfloat16).cuda()
+    angles = torch.rand(tokens, 32, generator=generator) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).cuda()
+
+    def write(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = torch.arange(tokens, device="cuda")[part]
+        cache = torch.zeros(tokens // page, page * 584 + 64, dtype=torch.uint8, device="cuda")  # 65 * 576
+        rows = torch.ops._C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+            q[part].contiguous(), kv[part].contiguous(), cache, slots, slots, cos_sin, HEADS, 1e-6, page
+        )
+        return rows, cache
+
+    whole_q, whole_cache = write(slice(0, tokens))
+    for part in (slice(0, 1), slice(0, 64), slice(64, 1024)):
+        some_q, some_cache = write(part)
+        assert_same_bits(some_q, whole_q[part], f"queries {part}")
+        if part.stop % page == 0:  # whole pages: data and scales
+            pages = slice(part.start // page, part.stop // page)
+            assert torch.equal(some_cache[pages], whole_cache[pages]), f"K pages {part}"
