@@ -190,7 +190,7 @@ def test_gather_takes_no_host_sync():
 def test_cache_writer_keeps_a_rows_bits_on_both_sides_of_1024_tokens():
     """Upstream's writer of q and K takes another grid from 1024 tokens on (fused_deepseek_v4_qnorm_rope_kv_insert)."""
     need_engine()
-    pytest.importorskip("vllm._C", reason="needs vLLM's compiled kernels")
+    pytest.importorskip("vllm._custom_ops", reason="needs vLLM's compiled kernels")
     tokens, page = 1536, 64
     generator = torch.Generator().manual_seed(9)
     q = torch.randn(tokens, HEADS, HEAD_DIM, generator=generator).to(torch.bfloat16).cuda()
