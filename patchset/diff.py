@@ -93,12 +93,12 @@ def _header_path(line: bytes, where: str) -> str:
     """The path of `diff --git a/P b/P`; both sides are equal, as renames are never written."""
     rest = line[len(b"diff --git "):]
     if rest.endswith(b"\r"):
-        raise ConflictError(f"{where}: the patch file itself was turned into CRLF", remedy="take it again from git, as it was")
+        raise ConflictError(f"{where}: the patch file itself was turned into CRLF", remedy="take it again from git")
     quoted = QUOTED.match(rest)
     half = quoted.end() if quoted else (len(rest) - 1) // 2
     first, second = unquote(rest[:half]), unquote(rest[half + 1 :])
     if first[2:] != second[2:]:
-        raise ConflictError(f"{where}: a rename: {rest!r}", remedy="write it as a deletion and a creation (export does)")
+        raise ConflictError(f"{where}: a rename: {rest!r}", remedy="write it as a deletion and a creation")
     if not first.startswith("a/") or not second.startswith("b/"):
         raise ConflictError(f"{where}: {rest!r} lacks the prefixes a/ and b/", remedy="write it with apply.py export")
     return first[2:]
@@ -119,7 +119,7 @@ def parse(data: bytes, where: str) -> list[FileDiff]:
                                 remedy="write it as text, a deletion and a creation; put binary files in the overlay")
         elif line.startswith(b"@@ "):
             if not files:
-                raise ConflictError(f"{where}: a hunk before any 'diff --git' line", remedy="apply.py export rewrites it")
+                raise ConflictError(f"{where}: a hunk before any 'diff --git'", remedy="apply.py export rewrites it")
             hunk, at = _hunk(lines, at, where)
             files[-1].hunks.append(hunk)
             continue
@@ -174,8 +174,8 @@ def _hunk(lines: list[bytes], at: int, where: str) -> tuple[Hunk, int]:
         body.append(line)
     if old_left or new_left:
         raise ConflictError(
-            f"{where}: corrupt hunk at line {at + 1} of the diff: its header and its lines differ by {old_left} old and "
-            f"{new_left} new", remedy="take the patch again from its tree with apply.py refresh")
+            f"{where}: corrupt hunk at line {at + 1} of the diff: its header and its lines differ by {old_left} old "
+            f"and {new_left} new", remedy="take the patch again from its tree with apply.py refresh")
     section = match[5].decode("utf-8", "replace").strip()
     hunk = Hunk(int(match[1]), old_count, int(match[3]), new_count, section, tuple(body), line=at + 1)
     return hunk, at + 1 + len(body)

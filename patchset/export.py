@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from . import archive, lock, series, staging
+from . import archive, fetch, lock, series, staging
 from .errors import ConflictError
 from .lock import BaseFiles
 from .pins import Pins, Release, Upstream
@@ -48,7 +48,6 @@ class Sdists:
         new = wanted - self.asked.setdefault(key, set())
         files = self.found.setdefault(key, {})
         if new:
-            from . import fetch
             files |= archive.read_files(fetch.sdist(upstream, release), new)
             self.asked[key] |= new
         return {path: files[path] for path in wanted if path in files}

@@ -68,7 +68,7 @@ def parse_patch(upstream: str, slug: str, path: Path, raw: bytes) -> Patch:
     patch = Patch(upstream, slug, path, raw, text=raw[start + 1 :])
     read_head(patch, raw[: start + 1])
     if not patch.subject:
-        raise ConflictError(f"{path.name} has no Subject line", remedy="add one: what is hooked, which property it gives")
+        raise ConflictError(f"{path.name} has no Subject", remedy="add one: what is hooked, which property it gives")
     return patch
 
 
@@ -115,8 +115,8 @@ def slugs(root: Path, upstream: str) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise UsageError(f"{path.relative_to(root)} does not exist", remedy="create it; an empty series is an empty file"
-                         ) from None
+        raise UsageError(f"{path.relative_to(root)} does not exist",
+                         remedy="create it; an empty series is an empty file") from None
     order = [line.split("#", 1)[0].strip() for line in lines]
     order = [slug for slug in order if slug]
     for slug in order:
@@ -177,7 +177,8 @@ def overlay_files(root: Path, upstream: str) -> dict[str, Path]:
         if "__pycache__" in relative.parts or path.suffix == ".pyc" or any(p.startswith(".") for p in relative.parts):
             continue
         if path.is_symlink():
-            raise UsageError(f"overlays/{upstream}/{relative} is a symbolic link", remedy="overlays hold plain files only")
+            raise UsageError(f"overlays/{upstream}/{relative} is a symbolic link",
+                             remedy="overlays hold plain files only")
         if path.is_file():
             found[relative.as_posix()] = path
     return found

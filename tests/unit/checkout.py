@@ -4,7 +4,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from patchset import export, git, pins
+from patchset import deliver, export, git, pins, target
 from patchset.shadow import File, Files, Shadow
 
 OLD, NEW = "1.0.0", "2.0.0"
@@ -15,8 +15,9 @@ BASE = {
     "toy/__init__.py": "",
     "setup.py": "print('toy')\n",
 }
-BODY = ("The gate multiplies in the dtype of its input (toy/router.py:6), so a row's bits follow its neighbours. The call\n"
-        "is inside upstream's class, so an overlay alone cannot reach it.")
+BODY = """\
+The gate multiplies in the dtype of its input (toy/router.py:6), so a row's bits follow its neighbours. The call is
+inside upstream's class, so an overlay alone cannot reach it."""
 TRAILERS = """\
 Upstream-Status: Pending
 Upstream-PR: none
@@ -26,6 +27,15 @@ Counter-Test: tests/test_toy.py::test_stock_differs
 Drop-When: upstream multiplies in fp32 itself
 Load-Bearing: yes — without it a row's bits depend on the batch
 Anchors: toy/router.py::Gate.forward
+"""
+GATE = '"""The gate in fp32."""\n\n\ndef gate(x):\n    return x * 2.0\n'
+TESTS = "def test_row_keeps_its_bits():\n    assert True\n\n\ndef test_stock_differs():\n    assert True\n"
+HEAD = f"""\
+{export.ZERO}
+From: toy <toy@toy.invalid>
+Date: Mon, 30 Nov 2026 00:00:00 +0000
+Subject: {{}}
+
 """
 PINS = f"""\
 schema = 1
@@ -70,9 +80,8 @@ class Checkout:
         self.write("patches/toy/series", "")
         self.write("README.md", "Nothing is claimed yet.\n")
         self.write("overlays/toy/toy/zero_mismatch/__init__.py", '"""Ours."""\n')
-        self.write("overlays/toy/toy/zero_mismatch/gate.py", '"""The gate in fp32."""\n\n\ndef gate(x):\n    return x * 2.0\n')
-        self.write("tests/test_toy.py", "def test_row_keeps_its_bits():\n    assert True\n\n\n"
-                                        "def test_stock_differs():\n    assert True\n")
+        self.write("overlays/toy/toy/zero_mismatch/gate.py", GATE)
+        self.write("tests/test_toy.py", TESTS)
         self.state = dict(self.base[NEW])
 
     @property
@@ -102,8 +111,7 @@ class Checkout:
         """Append a patch that turns what the series gives so far into `after`."""
         text = diff(self.state, after)
         self.state = dict(after)
-        head = f"{export.ZERO}\nFrom: toy <toy@toy.invalid>\nDate: Mon, 30 Nov 2026 00:00:00 +0000\n" \
-               f"Subject: {subject or f'The {slug} hook keeps a row at its bits'}\n\n{body}\n\n{trailers}---\n"
+        head = HEAD.format(subject or f"The {slug} hook keeps a row at its bits") + f"{body}\n\n{trailers}---\n"
         with open(self.root / "patches/toy/series", "a", encoding="utf-8") as stream:
             stream.write(f"{slug}\n")
         return self.write(f"patches/toy/{slug}.patch", head.encode() + text)
@@ -136,3 +144,17 @@ def user_git(*args: str, cwd: Path, config: Path) -> str:
     env = {key: value for key, value in git.environment().items() if not key.startswith("GIT_CONFIG_")}
     env |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": str(config)}
     return subprocess.run(["git", *args], cwd=cwd, env=env, check=True, capture_output=True, text=True).stdout
+
+
+def tree(made: Checkout) -> target.Target:
+    """build/toy with the series applied."""
+    root = made.root / "build/toy"
+    for path, file in made.base[NEW].items():
+        place = root / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(file.data)
+        place.chmod(int(file.mode, 8) & 0o777)
+    (root / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: toy\nVersion: {NEW}\n\n")
+    one = target.tree(made.pins.upstream("toy"), root)
+    deliver.apply(deliver.Request(made.root, made.pins, made.pins.profile("all")), one)
+    return one

@@ -3,10 +3,10 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from checkout import diff as git_diff
 from checkout import files
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from patchset import diff
 from patchset.errors import ConflictError

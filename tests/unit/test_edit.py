@@ -1,0 +1,221 @@
+"""Edits made in a patched tree go into the patch that owns the lines, the later patches move on top, or nothing is written."""
+import ast
+import copy
+import shutil
+
+import pytest
+import user_configs
+from checkout import NEW, OLD, Checkout, edit, hooked, tree
+
+from patchset import deliver, series, state
+from patchset import edit as edits
+from patchset.errors import ConflictError, DirtyTarget, LockMismatch, NeedsWork, UsageError
+
+GATE, LINES, SERIES, LOCK = "patches/toy/gate-fp32.patch", "patches/toy/line-thirty.patch", "patches/toy/series", "patchset.lock"
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory) -> Checkout:
+    """Three patches, the last two on one file, and build/toy with the series applied. Not to be written to."""
+    checkout = hooked(tmp_path_factory.mktemp("template"))
+    checkout.patch("line-twelve", "toy/lines.txt", "line 12\n", "line twelve\n")
+    checkout.export()
+    tree(checkout)
+    return checkout
+
+
+@pytest.fixture
+def made(template, tmp_path) -> Checkout:
+    checkout = copy.copy(template)
+    checkout.base = dict(template.base)
+    checkout.root = shutil.copytree(template.root, tmp_path / "checkout")
+    return checkout
+
+
+def alter(made: Checkout, path: str, old: str, new: str) -> None:
+    made.change(f"build/toy/{path}", old, new)
+
+
+def refresh(made: Checkout, slug=None):
+    return edits.refresh(made.root, made.pins, "toy", slug, None, made)
+
+
+def kept(made: Checkout) -> dict[str, tuple[int, bytes]]:
+    """What the checkout itself holds, without build/."""
+    return {path: found for path, found in made.snapshot().items() if not path.startswith("build/")}
+
+
+def is_applied(made: Checkout) -> bool:
+    request = deliver.Request(made.root, made.pins, made.pins.profile("all"))
+    return deliver.verify(request, edits.target.tree(made.pins.upstream("toy"), made.root / "build/toy")).done == "applied"
+
+
+@pytest.mark.parametrize("name", user_configs.CONFIGS)
+def test_refresh_with_nothing_changed_writes_nothing_under_any_configuration(name, template, tmp_path, monkeypatch):
+    user_configs.install(name, tmp_path, monkeypatch)
+    before = template.snapshot()
+    assert refresh(template, "gate-fp32").data == {"patch": "gate-fp32", "edited": [], "written": []}
+    assert template.snapshot() == before
+
+
+def test_an_edit_goes_into_the_last_patch_that_touches_the_file(made):
+    alter(made, "toy/router.py", "        y = gate(x)\n", "        y = gate(x)  # fp32\n")
+    others = made.read(LINES)
+    result = refresh(made)
+    assert result.data == {"patch": "gate-fp32", "edited": ["toy/router.py"], "written": [GATE]}
+    assert "+        y = gate(x)  # fp32" in made.read(GATE) and made.read(LINES) == others
+    assert made.export(check=True).code == 0 and is_applied(made)
+    assert refresh(made).data["edited"] == []
+
+
+def test_later_patches_move_on_top_of_an_edit_of_an_earlier_one(made):
+    alter(made, "toy/lines.txt", "line 28\n", "line 28\nline 28.5\n")
+    result = refresh(made, "line-thirty")
+    assert result.data["written"] == [LINES, "patches/toy/line-twelve.patch"]
+    assert "+line 28.5" in made.read(LINES) and "28.5" not in made.read("patches/toy/line-twelve.patch")
+    assert made.export(check=True).code == 0 and is_applied(made)
+    assert "line 28.5\n" in made.read("build/toy/toy/lines.txt")
+
+
+def test_an_edit_on_a_later_patchs_lines_is_a_conflict_with_both_sides_and_nothing_written(made):
+    alter(made, "toy/lines.txt", "line twelve\n", "line XII\n")
+    before = made.snapshot()
+    with pytest.raises(ConflictError) as caught:
+        refresh(made, "line-thirty")
+    assert caught.value.exit_code == 3 and "line XII" in caught.value.message and "line 12" in caught.value.message
+    assert made.snapshot() == before
+    assert refresh(made).data["patch"] == "line-twelve"
+
+
+def test_an_edit_that_undoes_a_later_patch_is_refused(made):
+    alter(made, "toy/lines.txt", "line twelve\n", "line 12\n")
+    before = made.snapshot()
+    with pytest.raises(ConflictError):
+        refresh(made, "line-twelve")
+    assert made.snapshot() == before
+
+
+def test_overlay_edits_and_new_overlay_files_are_copied_back(made):
+    alter(made, "toy/zero_mismatch/gate.py", "2.0", "3.0")
+    made.write("build/toy/toy/zero_mismatch/sub/more.py", "x = 1\n")
+    made.write("build/toy/toy/zero_mismatch/__pycache__/more.pyc", b"x")
+    made.write("build/toy/toy/scratch.py", "no overlay\n")
+    result = refresh(made)
+    assert result.data["written"] == ["overlays/toy/toy/zero_mismatch/gate.py", "overlays/toy/toy/zero_mismatch/sub/more.py"]
+    assert result.data["patch"] is None and "x * 3.0" in made.read(result.data["written"][0])
+    assert is_applied(made) and made.read("build/toy/toy/scratch.py") == "no overlay\n"
+    assert refresh(made).data["edited"] == []
+
+
+def test_a_lost_overlay_file_is_refused(made):
+    (made.root / "build/toy/toy/zero_mismatch/gate.py").unlink()
+    with pytest.raises(DirtyTarget, match="missing in the tree"):
+        refresh(made)
+
+
+def test_a_file_without_a_patch_needs_a_name(made):
+    alter(made, "setup.py", "toy", "TOY")
+    before = made.snapshot()
+    with pytest.raises(UsageError, match="belong to one patch"):
+        refresh(made)
+    with pytest.raises(UsageError, match="no patch 'nobody'"):
+        refresh(made, "nobody")
+    assert made.snapshot() == before
+    assert refresh(made, "gate-fp32").data["written"] == [GATE]
+    assert "b/setup.py" in made.read(GATE) and is_applied(made)
+
+
+def test_files_of_two_patches_need_a_name(made):
+    alter(made, "toy/router.py", "import os\n", "import os, sys\n")
+    alter(made, "toy/lines.txt", "line 40\n", "line forty\n")
+    with pytest.raises(UsageError) as caught:
+        refresh(made)
+    assert {row.found for row in caught.value.rows} == {"last touched by gate-fp32", "last touched by line-twelve"}
+
+
+def test_a_new_patch_is_a_draft_until_its_first_refresh(made):
+    before = kept(made)
+    draft = edits.new(made.root, made.pins, "toy", "first-line").data["draft"]
+    assert {**before, draft: made.snapshot()[draft]} == kept(made), "no other file changes"
+    assert made.export(check=True).code == 0 and is_applied(made), "every other verb goes on"
+    with pytest.raises(NeedsWork, match="no edits"):
+        refresh(made, "first-line")
+    made.change(draft, "Subject: TODO", "Subject: First")
+    alter(made, "toy/lines.txt", "line 1\n", "line one\n")
+    result = refresh(made, "first-line")
+    assert result.data["written"] == ["patches/toy/first-line.patch", SERIES] and not (made.root / draft).exists()
+    assert series.slugs(made.root, "toy")[-1] == "first-line"
+    patch = series.load(made.root, "toy", NEW)[-1]
+    assert patch.subject.startswith("First what") and patch.values("Tests")[0].startswith("TODO")
+    assert made.export(check=True).code == 0 and is_applied(made)
+
+
+@pytest.mark.parametrize("slug", ["Gate", "a_b", "a/b", "-a", "gate-fp32"])
+def test_bad_and_taken_names_are_refused(made, slug):
+    before = made.snapshot()
+    with pytest.raises(UsageError):
+        edits.new(made.root, made.pins, "toy", slug)
+    assert made.snapshot() == before
+
+
+def test_a_second_draft_of_one_name_is_refused(made):
+    edits.new(made.root, made.pins, "toy", "first-line")
+    with pytest.raises(UsageError):
+        edits.new(made.root, made.pins, "toy", "first-line")
+
+
+def test_a_deleted_file_of_the_series_becomes_a_deletion(made):
+    (made.root / "build/toy/toy/lines.txt").unlink()
+    assert refresh(made).data["patch"] == "line-twelve"
+    assert "deleted file mode 100644" in made.read("patches/toy/line-twelve.patch") and is_applied(made)
+
+
+def test_files_that_builds_write_are_no_edits(made):
+    made.base[NEW] = edit(made.base[NEW] | {"toy/_version.py": made.base[NEW]["toy/__init__.py"]}, "toy/__init__.py", "", "")
+    made.write("build/toy/toy/_version.py", "version = 'local'\n")
+    made.write("build/toy/toy/_C.so", b"\x7fELF")
+    assert refresh(made).data["edited"] == []
+
+
+def test_modes_stay_out_of_the_patch(made, tmp_path_factory):
+    checkout = Checkout(tmp_path_factory.mktemp("modes"))
+    checkout.base[NEW]["toy/router.py"] = type(checkout.base[NEW]["toy/router.py"])(checkout.base[NEW]["toy/router.py"].data, "100755")
+    checkout.state = dict(checkout.base[NEW])
+    checkout.patch("gate-fp32", "toy/router.py", "y = x * 2\n", "y = x * 2.0\n")
+    checkout.export()
+    tree(checkout)
+    alter(checkout, "toy/router.py", "2.0", "4.0")
+    refresh(checkout)
+    text = checkout.read(GATE)
+    assert "mode 100" not in text and " 100755\n" in text
+    assert (checkout.root / "build/toy/toy/router.py").stat().st_mode & 0o111
+
+
+def test_another_locks_tree_a_pristine_and_a_missing_one_are_refused(made):
+    made.change("overlays/toy/toy/zero_mismatch/gate.py", "2.0", "5.0")
+    with pytest.raises(LockMismatch, match="another lock"):
+        refresh(made)
+    made.change("overlays/toy/toy/zero_mismatch/gate.py", "5.0", "2.0")
+    one = edits.target.tree(made.pins.upstream("toy"), made.root / "build/toy")
+    deliver.revert(deliver.Request(made.root, made.pins, made.pins.profile("all")), one)
+    with pytest.raises(NeedsWork, match="not patched"):
+        refresh(made)
+    with pytest.raises(UsageError):
+        edits.refresh(made.root, made.pins, "toy", None, made.root / "nowhere", made)
+
+
+def test_a_release_that_no_longer_takes_the_patch_is_named_after_writing(made):
+    made.base[OLD] = edit(made.base[OLD], "toy/router.py", "    first = x\n", "    first = x + 0\n")
+    made.export()
+    alter(made, "toy/router.py", "    first = x\n", "    first = 2 * x\n")
+    with pytest.raises(ConflictError, match="the lock is stale"):
+        refresh(made)
+    assert "first = 2 * x" in made.read(GATE)
+
+
+def test_the_refreshed_tree_compiles_and_keeps_its_state(made):
+    alter(made, "toy/router.py", "y = gate(x)", "y = gate(x) + 0")
+    refresh(made)
+    ast.parse(made.read("build/toy/toy/router.py"))
+    kept_state = state.load(made.root / "build/toy/.zero-mismatch")
+    assert {change.path for change in kept_state.changes} >= {"toy/router.py", "toy/lines.txt", "toy/zero_mismatch/gate.py"}
