@@ -2,6 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from mm_cases import assert_same_bits, operands
 
 from vllm.zero_mismatch import mm_fp32
 from vllm.zero_mismatch.mm_fp32 import bi_mm_fp32, reference, tolerance
@@ -17,28 +18,10 @@ PAIRS = [
 ]
 
 
-def _operands(m, n, k, x_dtype=torch.bfloat16, w_dtype=torch.bfloat16, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(m, k, generator=generator).to(x_dtype)
-    weight = torch.randn(n, k, generator=generator).to(w_dtype)
-    return x, weight
-
-
-def assert_same_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    assert got.shape == want.shape and got.dtype == want.dtype == torch.float32
-    differs = got.view(torch.int32) != want.view(torch.int32)
-    if differs.any():
-        first = tuple(int(i) for i in differs.nonzero()[0])
-        raise AssertionError(
-            f"{what}: {int(differs.sum())} of {differs.numel()} words differ, first at {first}: "
-            f"{got[first].item()!r} != {want[first].item()!r}"
-        )
-
-
 @pytest.mark.parametrize("x_dtype,w_dtype", PAIRS)
 @pytest.mark.parametrize("n", [40, 513])  # a table row each: narrow and medium
 def test_row_keeps_its_bits_in_any_batch(n, x_dtype, w_dtype):
-    x, weight = _operands(max(BATCHES), n, 160, x_dtype, w_dtype)
+    x, weight = operands(max(BATCHES), n, 160, x_dtype, w_dtype)
     whole = bi_mm_fp32(x, weight)
     for row in (0, 1, 15, 16, 17, 63, 64, 69):
         assert_same_bits(bi_mm_fp32(x[row : row + 1], weight), whole[row : row + 1], f"row {row} alone")
@@ -48,7 +31,7 @@ def test_row_keeps_its_bits_in_any_batch(n, x_dtype, w_dtype):
 
 
 def test_neighbouring_nan_and_infinity_stay_in_their_rows():
-    x, weight = _operands(33, 40, 160)
+    x, weight = operands(33, 40, 160)
     clean = bi_mm_fp32(x, weight)
     x[5] = float("nan")
     x[20] = float("inf")
@@ -59,13 +42,13 @@ def test_neighbouring_nan_and_infinity_stay_in_their_rows():
 @pytest.mark.parametrize("x_dtype,w_dtype", PAIRS)
 @pytest.mark.parametrize("m,n,k", [(1, 1, 1), (3, 40, 31), (17, 65, 129), (65, 520, 257)])
 def test_result_is_the_exact_product_within_fp32_accumulation(m, n, k, x_dtype, w_dtype):
-    x, weight = _operands(m, n, k, x_dtype, w_dtype)
+    x, weight = operands(m, n, k, x_dtype, w_dtype)
     error = (bi_mm_fp32(x, weight).double() - reference(x, weight)).abs()
     assert (error <= tolerance(x, weight)).all(), f"max error {error.max().item()}"
 
 
 def test_views_give_the_bits_of_their_contiguous_copies():
-    x, weight = _operands(20, 48, 96)
+    x, weight = operands(20, 48, 96)
     wide = torch.cat([x, x], dim=1)
     want = bi_mm_fp32(x, weight)
     assert_same_bits(bi_mm_fp32(wide[:, :96], weight), want, "rows with a stride")
@@ -73,7 +56,7 @@ def test_views_give_the_bits_of_their_contiguous_copies():
 
 
 def test_empty_batch_gives_an_empty_result():
-    x, weight = _operands(0, 48, 96)
+    x, weight = operands(0, 48, 96)
     assert bi_mm_fp32(x, weight).shape == (0, 48)
 
 
@@ -115,7 +98,7 @@ def test_unsupported_operands_are_refused_with_what_was_found(x, weight, found):
 
 def test_stock_router_contract_rounds_logits_to_bf16():
     """F.linear on BF16, upstream's batch-invariant gate, is another number and ties experts that fp32 keeps apart."""
-    x, weight = _operands(8, 256, 512)
+    x, weight = operands(8, 256, 512)
     stock = F.linear(x, weight).float()
     ours = bi_mm_fp32(x, weight)
     assert (stock.view(torch.int32) != ours.view(torch.int32)).float().mean() > 0.9
@@ -125,7 +108,7 @@ def test_stock_router_contract_rounds_logits_to_bf16():
 
 def test_stock_reduction_order_changes_bits():
     """What a split-K chosen for small M does to a row: the same factors, another grouping, other bits."""
-    x, weight = _operands(4, 64, 1024)
+    x, weight = operands(4, 64, 1024)
     halves = bi_mm_fp32(x[:, :512], weight[:, :512]) + bi_mm_fp32(x[:, 512:], weight[:, 512:])
     whole = bi_mm_fp32(x, weight)
     assert (halves.view(torch.int32) != whole.view(torch.int32)).any()
