@@ -1,4 +1,4 @@
-"""Fetching: pip's own configuration decides where from, the pinned digest decides what is kept, and nothing is kept half."""
+"""Fetching: pip's own configuration says where from, the pinned digest says what is kept, and nothing is kept half."""
 from __future__ import annotations
 
 import gzip
