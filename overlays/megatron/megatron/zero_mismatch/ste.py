@@ -62,7 +62,7 @@ def straight_through(master: torch.Tensor, quantise: Callable[[torch.Tensor], to
         before = source._version
         visible = quantise(source)
         if source._version != before:
-            raise ValueError("straight_through: the quantiser wrote to the master weights; let it write to a new tensor")
+            raise ValueError("straight_through: the quantiser wrote to the master weights; let it return a new one")
     return visible_with_grad(visible, master)
 
 
