@@ -43,7 +43,7 @@ def _without_blobs(text: bytes) -> bytes:
 def _with_anchors(result: PatchResult) -> Patch:
     """The patch with its anchors in the files where the release has them now."""
     moved = {file.path: file.target for file in result.files if file.target != file.path}
-    if not moved:
+    if not moved or not result.patch.values("Anchors"):
         return result.patch
     anchors = []
     for value in result.patch.values("Anchors"):
