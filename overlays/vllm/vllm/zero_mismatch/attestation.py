@@ -1,6 +1,6 @@
 """What this process runs: digests of the modules that decide the bits, as they were imported, to compare with the lock.
 
-Invariant: `differences(expected)` is empty only if every imported file that the lock names, and every imported module of
+Invariant: `differences(expected)` is empty only if each imported file that the lock names, and each imported module of
 `vllm.zero_mismatch`, has exactly the locked bytes on disk. A module that was not imported says nothing; one that is
 imported from elsewhere, or that the lock does not know, is a difference.
 

@@ -120,10 +120,12 @@ def _launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     # K runs along the last dimension of both operands; a transposed view is copied, which moves bits and adds nothing.
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    # The stride of a single row may be anything, and 1 would compile another binary.
+    stride_xm = k if m == 1 else x.stride(0)
     ieee, (block_m, block_n, block_k, stages, warps) = _tile(n, x.dtype, weight.dtype)
     grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)
     _mm_fp32_kernel[grid](
-        x, weight, out, m, n, x.stride(0), weight.stride(0),
+        x, weight, out, m, n, stride_xm, weight.stride(0),
         K=k, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BAND=_BAND, WIDEN=ieee or _INTERPRETED,
         num_stages=stages, num_warps=warps,
     )  # fmt: skip
