@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     one = verb("rollout", "compare the engine's answers with themselves, word by word")
     one.add_argument("--cases", help="only these, comma separated: " + ", ".join(cases.BY_NAME))
     one.add_argument("--tokens", type=int, default=20000, help="sampled tokens in the workload (default 20000)")
-    one.add_argument("--contrast", action="store_true", help="the same with batch invariance off: shows nonzero figures")
+    one.add_argument("--contrast", action="store_true", help="the same with batch invariance off")
 
     one = verb("warm", "fill the JIT caches and say where the time goes")
     one.add_argument("--off", action="store_true", help="also the kernels used with batch invariance off")

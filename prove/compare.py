@@ -19,7 +19,7 @@ def words(logprobs) -> np.ndarray:
     exact = (narrow.astype(np.float64) == values) | np.isnan(values)
     if not exact.all():
         first = int(np.flatnonzero(~exact)[0])
-        raise ValueError(f"logprob {first} is {float(values[first])}, not an fp32 value: its bits were lost on the way here")
+        raise ValueError(f"logprob {first} is {float(values[first])}, not an fp32 value: its bits were lost on the way")
     return narrow.view(np.uint32)
 
 

@@ -52,8 +52,10 @@ def _job(script: pathlib.Path, name: str, env: dict[str, str], logs: pathlib.Pat
     row = {"job": name}
     try:
         with log.open("w") as output:
-            code = subprocess.run(_command(script, name), env=_environment(env), stdout=output,
-                                  stderr=subprocess.STDOUT, timeout=max(1.0, deadline - started), check=False).returncode
+            done = subprocess.run(_command(script, name), env=_environment(env),
+                                  stdout=output, stderr=subprocess.STDOUT,
+                                  timeout=max(1.0, deadline - started), check=False)
+        code = done.returncode
     except subprocess.TimeoutExpired:
         code = "time"
     if code:

@@ -82,7 +82,7 @@ class Context:
         if tail:
             shared = min(len(left), len(right))
             left, right = left[len(left) - shared:], right[len(right) - shared:]
-        self.compare(name, Sequence(np.zeros(len(left), np.int64), left), Sequence(np.zeros(len(right), np.int64), right))
+        self.compare(name, *(Sequence(np.zeros(len(words), np.int64), words) for words in (left, right)))
 
     def require(self, holds: bool, what: str) -> None:
         if not holds:
@@ -91,7 +91,7 @@ class Context:
     def require_hits(self, answers: Answers, requests) -> None:
         hits = sum(answers.cached(r.id) > 0 for r in requests)
         self.runs[-1]["requests_with_hits"] = hits
-        self.require(hits * 2 >= len(requests) > 0, f"at least half of {len(requests)} requests hit the cache ({hits} did)")
+        self.require(hits * 2 >= len(requests) > 0, f"half of {len(requests)} requests hit the cache ({hits} did)")
 
 
 def run_case(context: Context, case: cases.Case, engine, block: int, timeout: float) -> dict:
@@ -126,7 +126,7 @@ def line(cells: list) -> str:
     """One row, at fixed widths: rows are printed as they come."""
     widths = [19, 9, 8, 8, 9, 9, 9, 9, 7, 0]
     return "  ".join(cell(c).ljust(w) if i in (0, 9) else cell(c).rjust(w)
-                     for i, (c, w) in enumerate(zip(cells, widths))).rstrip()
+                     for i, (c, w) in enumerate(zip(cells, widths, strict=True))).rstrip()
 
 
 def engine_start(recipe: Recipe, invariant: bool, flags: dict | None = None) -> tuple[dict, dict]:
@@ -137,7 +137,8 @@ def engine_start(recipe: Recipe, invariant: bool, flags: dict | None = None) -> 
 
 
 def rollout(recipe: Recipe, ui: UI, *, names: list[str] | None, tokens: int, invariant: bool, out: pathlib.Path,
-            logs: pathlib.Path, budget: float, env: dict[str, str], backend: str = "vllm", verb: str = "rollout") -> dict:
+            logs: pathlib.Path, budget: float, env: dict[str, str], backend: str = "vllm",
+            verb: str = "rollout") -> dict:
     """Runs the cases and returns the finished record's data."""
     engines = cases.plan(names)
     work = workload.build(tokens, recipe.vocab)
@@ -156,7 +157,8 @@ def rollout(recipe: Recipe, ui: UI, *, names: list[str] | None, tokens: int, inv
             if text:
                 ui.say(f"    {text}")
 
-    ui.say(f"{subject}: {len(work.requests)} requests, {work.tokens:,} sampled tokens, VLLM_BATCH_INVARIANT={invariant:d}")
+    ui.say(f"{subject}: {len(work.requests)} requests, {work.tokens:,} sampled tokens, "
+           f"VLLM_BATCH_INVARIANT={invariant:d}")
     ui.say(line(HEADINGS))
     with ui.bar("starting", total) as advance:
         for name, planned in engines.items():

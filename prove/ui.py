@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: progress bars on a terminal, plain rows in a pipe, nothing but JSON with --json."""
+"""What is shown: progress bars and rows on a terminal, rows alone in a pipe, nothing but JSON with --json."""
 from __future__ import annotations
 
 import contextlib
@@ -47,8 +47,10 @@ class UI:
 def table(headings: list[str], rows: list[list]) -> str:
     cells = [headings, *[[cell(c) for c in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headings))]
-    return "\n".join("  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
-                     for row in cells)
+    def line(row: list[str]) -> str:
+        padded = zip(row, widths, strict=True)
+        return "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(padded)).rstrip()
+    return "\n".join(map(line, cells))
 
 
 def cell(value) -> str:

@@ -3,8 +3,8 @@
 Nothing of vLLM is imported before `Backend` is built, so the environment the parent set is the one vLLM sees.
 Read against vLLM 0.33.0; what is used beyond the public LLMEngine is listed here:
 
-- engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens: read at every schedule() (v1/core/sched/scheduler.py
-  :719), so setting it changes the chunk size of a running engine.
+- engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens: read at every schedule()
+  (v1/core/sched/scheduler.py:719), so setting it changes the chunk size of a running engine.
 - engine.model_executor.driver_worker.worker.model_runner.cudagraph_manager._graphs_captured: while it is False,
   dispatch() (v1/worker/gpu/cudagraph_utils.py:535) sends every batch to the eager path.
 - engine.reset_prefix_cache(reset_running_requests=True): preempts whatever runs; it starts again from its tokens.
@@ -41,6 +41,7 @@ class Backend:
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         self.budget = self.scheduler.max_num_scheduled_tokens
         self.steps = Steps(self.runner, self.scheduler)
+        self.held: dict[str, list] = {}
         self.counter = 0
         self.start_seconds = time.monotonic() - started
 
@@ -90,6 +91,58 @@ class Backend:
                 answers |= self._drive(batch, graphs, set(preempt_at))
             seconds = time.monotonic() - started
         return {"answers": answers, "seconds": round(seconds, 3), **steps.summary()}
+
+    def op_trace(self, *, watch: str, limit: int, functions: list[str], keep: str | None = None,
+                 keep_position: int | None = None, arm: str = "left", **run) -> dict:
+        """A run with every watched call hashed, for one request's positions up to `limit`. `keep` names a site whose
+        arguments, in the step that holds `keep_position`, are held for op_repro."""
+        from prove.trace import Tracer
+
+        tracer = Tracer(self.runner.model, functions, keep=keep, keep_key=(watch, keep_position) if keep else None)
+        execute = self.runner.execute_model
+
+        def traced(scheduler_output, *args, **kwargs):
+            tracer.begin(scheduler_output.total_num_scheduled_tokens)
+            result = execute(scheduler_output, *args, **kwargs)
+            state = self.runner.execute_model_state
+            keys = _row_keys(state.input_batch) if state is not None else []
+            tracer.end(keys, lambda key: key[0] == watch and key[1] <= limit)
+            return result
+
+        self.runner.execute_model = traced
+        try:
+            with tracer.installed():
+                self.op_run(**{**run, "graphs": "off"})
+        finally:
+            self.runner.execute_model = execute
+        if keep:
+            self.held[arm] = tracer.kept
+        return {"missing": tracer.missing, "sites": [
+            {"name": name, "positions": pack(np.asarray([k[1] for k in site["keys"]], np.int64)),
+             "in": pack(np.asarray(site["in"], np.int64)), "out": pack(np.asarray(site["out"], np.int64))}
+            for name, site in tracer.sites.items()]}
+
+    def op_repro(self, *, watch: str, position: int, folder: str, name: str) -> dict:
+        """Reduces the two held calls to a file that shows the difference by itself."""
+        import torch
+
+        from prove import repro
+
+        if not (self.held.get("left") and self.held.get("right")):
+            return {"form": None, "why": "the site was not called with this row in both arms"}
+        (left, left_row), (right, right_row) = (
+            (held, held["keys"].index((watch, position))) for held in (self.held["left"][0], self.held["right"][0]))
+        function, module = repro.function_of(left, self.runner.model)
+        with torch.inference_mode():
+            pair = repro.reduce(function, left, left_row, right, right_row)
+        if pair is None:
+            return {"form": None, "why": "replaying the call on its arguments alone shows no difference: it depends on "
+                                         "state it reads (a KV cache, the step's attention metadata)"}
+        try:
+            script = repro.write(pathlib.Path(folder), name, left["site"], left["path"], module, pair, "cuda")
+        except Exception as error:  # noqa: BLE001 - pickling a module can fail in any way; the finding stands
+            return {"form": pair["form"], "why": f"the module cannot be saved: {type(error).__name__}: {error}"}
+        return {"form": pair["form"], "script": script.name, "rows": [pair["left"]["rows"], pair["right"]["rows"]]}
 
     def _drive(self, requests: list[dict], graphs: str, preempt_at: set[int]) -> dict:
         waiting = sorted(requests, key=lambda r: r.get("join", 0))  # stable: equal joins keep their order
@@ -216,6 +269,16 @@ class Steps:
                 "preemptions": self.preemptions, "peak_blocks": self.peak_blocks}
 
 
+def _row_keys(batch) -> list[tuple[str, int]]:
+    """(request, position) of every row of a step. vLLM's request ids end in "-" and a random tail, ours in ".count"."""
+    positions = batch.positions[:batch.num_tokens].tolist()
+    keys = []
+    for index, name in enumerate(batch.req_ids):
+        rows = range(int(batch.query_start_loc_np[index]), int(batch.query_start_loc_np[index + 1]))
+        keys += [(name.rpartition("-")[0].rpartition(".")[0], positions[row]) for row in rows]
+    return keys
+
+
 def _answer(output) -> dict:
     completion = output.outputs[0]
     answer = {
@@ -231,8 +294,8 @@ def _answer(output) -> dict:
 
 def _chosen(logprobs) -> list[float]:
     """The logprob of the sampled (or prompt) token at each position: vLLM puts it first."""
-    return [logprobs.logprobs[start] for start, end in zip(logprobs.start_indices, logprobs.end_indices)
-            if start < end]
+    bounds = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
+    return [logprobs.logprobs[start] for start, end in bounds if start < end]
 
 
 def _replace_dummy_loader(script) -> None:

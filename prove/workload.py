@@ -1,4 +1,4 @@
-"""The requests every comparison is made over: which prompts, how many tokens, which seeds. A pure function of two numbers.
+"""The requests every comparison is made over: which prompts, how many tokens, which seeds; a function of two numbers.
 
 Prompt lengths sit on both sides of what the model and the kernels are cut by: the 128-token window and ratio, the
 ratio 4, the 64- and 256-token cache blocks, 512 tokens (where the indexer changes its tile), 2048 tokens (below it the

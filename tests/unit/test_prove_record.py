@@ -45,7 +45,8 @@ def test_one_edited_file_is_named(tmp_path):
 
 
 def test_without_a_lock_nothing_is_bound(tmp_path):
-    assert record.bind(site(tmp_path, {"vllm/a.py": "new"}), lock_path=tmp_path / "patchset.lock")["state"] == "unlocked"
+    found = record.bind(site(tmp_path, {"vllm/a.py": "new"}), lock_path=tmp_path / "patchset.lock")
+    assert found["state"] == "unlocked"
 
 
 def test_a_killed_run_leaves_its_rows_and_is_incomplete(tmp_path):

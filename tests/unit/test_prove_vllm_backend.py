@@ -1,0 +1,67 @@
+"""The parts of the vLLM backend that need no vLLM: reading answers, naming rows, counting steps."""
+import types
+
+import numpy as np
+import torch
+
+from prove import vllm_backend
+from prove.engine import unpack
+
+
+def flat(*positions):
+    """A stand-in for vllm.logprobs.FlatLogprobs: one list of floats a position, the chosen token's first."""
+    starts, ends, values = [], [], []
+    for position in positions:
+        starts.append(len(values))
+        values += position
+        ends.append(len(values))
+    return types.SimpleNamespace(start_indices=starts, end_indices=ends, logprobs=values)
+
+
+def test_the_chosen_token_is_read_and_the_first_prompt_position_skipped():
+    output = types.SimpleNamespace(
+        outputs=[types.SimpleNamespace(token_ids=[5, 6], logprobs=flat([-1.5, -0.5], [-2.0, -0.25]))],
+        prompt_logprobs=flat([], [-3.0], [-0.0]), num_cached_tokens=None)
+    answer = vllm_backend._answer(output)
+    assert unpack(answer["tokens"]).tolist() == [5, 6] and answer["cached"] == 0
+    assert unpack(answer["words"]).view(np.float32).tolist() == [-1.5, -2.0]
+    assert unpack(answer["prompt_words"]).tolist() == [0xC0400000, 0x80000000]
+
+
+def test_rows_are_named_by_our_request_id_and_the_position():
+    batch = types.SimpleNamespace(num_tokens=4, positions=torch.tensor([7, 0, 1, 2, 99, 99]),
+                                  req_ids=["r001.12-0a1b2c3d", "e257+3.13-ffffffff"],
+                                  query_start_loc_np=np.array([0, 1, 4]))
+    assert vllm_backend._row_keys(batch) == [("r001", 7), ("e257+3", 0), ("e257+3", 1), ("e257+3", 2)]
+
+
+def test_steps_are_counted_only_inside_a_run():
+    desc = types.SimpleNamespace(cg_mode=types.SimpleNamespace(name="FULL"))
+    runner = types.SimpleNamespace(execute_model=lambda output: "ran",
+                                   cudagraph_manager=types.SimpleNamespace(dispatch=lambda: desc))
+    pool = types.SimpleNamespace(num_gpu_blocks=10, get_num_free_blocks=lambda: 4)
+    scheduler = types.SimpleNamespace(kv_cache_manager=types.SimpleNamespace(block_pool=pool),
+                                      _preempt_request=lambda request: None)
+    steps = vllm_backend.Steps(runner, scheduler)
+
+    def step(**counts):
+        runner.cudagraph_manager.dispatch()
+        assert runner.execute_model(types.SimpleNamespace(num_scheduled_tokens=counts)) == "ran"
+
+    step(a=5)
+    with steps.counted():
+        step(a=1, b=1)
+        step(a=1, b=300)
+        step(a=7)
+        scheduler._preempt_request("a")
+    step(a=1)
+    assert steps.summary() == {"modes": {"FULL": 3}, "decode_rows": [2], "mixed_steps": 1, "longest_chunk": 300,
+                               "chunks": 2, "preemptions": 1, "peak_blocks": 6}
+
+
+def test_the_weights_digest_sees_one_bit():
+    model = torch.nn.Linear(3, 5)
+    before = vllm_backend.parameters_digest(model)
+    assert before == vllm_backend.parameters_digest(model)
+    model.bias.data.view(torch.int32)[2] ^= 1
+    assert before != vllm_backend.parameters_digest(model)
