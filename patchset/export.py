@@ -22,7 +22,7 @@ from .ui import Result
 
 ZERO = "From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001"
 ORDER = ("Upstream-Status", "Upstream-PR", "Depends-On", "Arch", "Tests", "Counter-Test", "Drop-When", "Load-Bearing",
-         "Anchors")
+         "Anchors", "Contract-Read", "Rebased-From")
 WIDTH = 120
 DIFF = [
     "diff-tree", "-r", "-p", "--no-commit-id",

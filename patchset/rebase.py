@@ -20,7 +20,8 @@ from .shadow import Shadow
 from .ui import Result
 
 
-def run(root: Path, pins: Pins, upstream: str, to: str, out: Path | None = None, apply_proposals: bool = False) -> Result:
+def run(root: Path, pins: Pins, upstream: str, to: str, out: Path | None = None,
+        apply_proposals: bool = False) -> Result:
     from . import fetch  # only a rebase of real releases needs pip and the network
 
     up = pins.upstream(upstream)
@@ -45,7 +46,7 @@ def _load(root: Path, upstream: Upstream, base: str, to: str) -> list[tuple[Patc
 
 def _named(patches: list[tuple[Patch, Patch | None]]) -> set[str]:
     both = [patch for pair in patches for patch in pair if patch]
-    return {path for patch in both for path in patch.paths} | {anchor.path for patch in both for anchor in _anchors(patch)}
+    return {path for patch in both for path in [*patch.paths, *(anchor.path for anchor in _anchors(patch))]}
 
 
 def _anchors(patch: Patch) -> list[sentinel.Anchor]:
@@ -58,10 +59,11 @@ def replay(root: Path, upstream: Upstream, old: ReleaseTree, new: ReleaseTree, o
     patches = _load(root, upstream, old.version, new.version)
     done = Rebase(upstream.name, old.version, new.version)
     touched = {path for patch, _ in patches for path in patch.paths}
+    named = touched | {anchor.path for patch, _ in patches for anchor in _anchors(patch)}
     base = {path: old.files[path] for path in sorted(touched) if path in old.files}
     with Shadow(base) as shadow:
         git = Merger(shadow)
-        done.renamed = rebase_release.renamed(git, old, new, touched | {a.path for p, _ in patches for a in _anchors(p)})
+        done.renamed = rebase_release.renamed(git, old, new, named)
         targets = {path: name for path, (name, _) in done.renamed.items()}
         play = Replay(shadow, new.files.get, targets, (old.version, new.version))
         python = new.python
@@ -73,7 +75,7 @@ def replay(root: Path, upstream: Upstream, old: ReleaseTree, new: ReleaseTree, o
                 folder = out / "conflicts" / patch.slug
                 result = play.step(patch, findings, written, lambda r, folder=folder: rebase_write.settled(folder, r))
                 done.patches.append(result)
-                if text := rebase_write.proposal(git, result):
+                if text := rebase_write.proposal(git, result, old.version):
                     texts[patch.slug] = text
                 if result.sides and not result.resolved:
                     rebase_write.write_conflict(folder, result.sides)

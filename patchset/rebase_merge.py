@@ -62,7 +62,7 @@ class Merger:
         for name, file in zip(names[1:], (ours, theirs), strict=True):
             refs.append(re.sub(r"[^\w.@-]", "-", name))
             self.git.run(["update-ref", f"refs/heads/{refs[-1]}", self._commit(file, root)])
-        done = self.git.run(["-c", "merge.directoryRenames=false", "merge-tree", "--write-tree", "--no-messages", *refs], allowed=(0, 1))
+        done = self.git.run(["merge-tree", "--write-tree", "--no-messages", *refs], allowed=(0, 1))
         tree = done.stdout.split(b"\n", 1)[0].decode()
         data = self.git.run(["cat-file", "blob", f"{tree}:{NAME}"]).stdout
         if done.returncode:
@@ -87,8 +87,8 @@ class Merger:
             done = self.git.run(args, stdin=text, index=index)
         except GitError:
             return None
-        offsets = [Offset(path, int(m[1]), int(m[2]), int(m[3])) for m in OFFSET.finditer(done.stderr.decode("utf-8", "replace"))]
-        return self._read(path, index), offsets
+        said = OFFSET.finditer(done.stderr.decode("utf-8", "replace"))
+        return self._read(path, index), [Offset(path, int(m[1]), int(m[2]), int(m[3])) for m in said]
 
     def _read(self, path: str, index) -> File | None:
         entry = self.git.run(["ls-files", "-s", "-z"], index=index).stdout.split(b"\t")[0].split()

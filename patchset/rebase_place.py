@@ -16,7 +16,7 @@ def find(lines: list[bytes], wanted: list[bytes]) -> list[int]:
 
 
 def reindented(lines: list[bytes], hunk: Hunk) -> tuple[int, int] | None:
-    """Line and step if the hunk's old lines, with as much context as is still around them, stand once, indented anew."""
+    """Line and step if the hunk's old lines, with as much context as is still around, stand once, indented anew."""
     stripped = [line.strip() for line in lines]
     for context in (3, 2, 1, 0):
         wanted = _core(hunk, context)

@@ -5,6 +5,7 @@ renamed is judged under its old name, which the patch knows, and written under i
 """
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from .rebase_verdicts import (
 from .series import Patch
 from .shadow import File, Files, Shadow
 
+REBASED_FROM = "Rebased-From"  # trailer of <slug>@<version>.patch: the base release, and the digest of the base patch
 WORST_FIRST = (DELETED, CONFLICT, PARTLY, MOVED, MERGED, OFFSET, CLEAN)
 SAME_BODY = re.compile(r"^(.+)::\S+ \(same body\)$")
 
@@ -45,6 +47,7 @@ class PatchResult:
     text: str
     files: list[FileResult]
     findings: list[sentinel.Finding]
+    contract_read: str = ""  # why a person found the findings harmless
     blocked_by: list[str] = field(default_factory=list)
     resolved: str = ""  # the file or folder in which a person settled it
     notes: list[str] = field(default_factory=list)
@@ -58,7 +61,7 @@ class PatchResult:
             return RESOLVED
         if self.blocked_by:
             return BLOCKED
-        if self.text in (CLEAN, OFFSET, MERGED) and self.findings:
+        if self.text in (CLEAN, OFFSET, MERGED) and self.findings and not self.contract_read:
             return min((finding.kind for finding in self.findings), key=sentinel.SEVERITY.index)
         return self.text
 
@@ -85,7 +88,8 @@ class Replay:
 
     def __init__(self, shadow: Shadow, release: Callable[[str], File | None], targets: dict[str, str],
                  versions: tuple[str, str]):
-        self.chain, self.old, self.release, self.targets, self.versions = shadow, dict(shadow.base), release, targets, versions
+        self.chain, self.release, self.targets, self.versions = shadow, release, targets, versions
+        self.old = dict(shadow.base)
         self.git = Merger(shadow)
         self.changed: dict[str, File | None] = {}  # files of the new release that a patch carried over has changed
         self.origin: dict[str, list[str]] = {}  # path -> for each line the patch it comes from, '' for the release
@@ -94,7 +98,8 @@ class Replay:
     def now(self, path: str) -> File | None:
         return self.changed[path] if path in self.changed else self.release(path)
 
-    def step(self, patch: Patch, findings: list[sentinel.Finding], written: Patch | None, settled: Settled) -> PatchResult:
+    def step(self, patch: Patch, findings: list[sentinel.Finding], written: Patch | None,
+             settled: Settled) -> PatchResult:
         """Judge one patch and carry it over if possible.
 
         `written` is patches/<upstream>/<slug>@<version>.patch, if a person has already made it; `settled` looks for a
@@ -134,7 +139,8 @@ class Replay:
             if not file.carried:
                 file = self._follow_symbols(file, section, findings) or file
             files.append(file)
-        return PatchResult(patch, overall(files), files, findings)
+        read = sentinel.read(patch.values(sentinel.READ), self.versions[1], findings)
+        return PatchResult(patch, overall(files), files, findings, read or "")
 
     def _follow_symbols(self, file: FileResult, section: bytes, findings) -> FileResult | None:
         """The patch on the one file to which all the anchors it lost here went unchanged, if it applies there."""
@@ -148,7 +154,8 @@ class Replay:
         tried = self.git.apply(target, self.now(target), header + mark + hunks)
         if not tried:
             return None
-        said = [f"{f.anchor.partition('::')[2]} went to {target} with the same body, and the hunks apply there" for f in lost]
+        said = [f"{finding.anchor.partition('::')[2]} went to {target} with the same body, and the hunks apply there"
+                for finding in lost]
         return FileResult(file.path, target, MOVED, said, file.hunks, tried[1], tried[0])
 
     def _blockers(self, result: PatchResult, base: Files) -> list[str]:
@@ -173,6 +180,12 @@ class Replay:
 
     def _use(self, result: PatchResult, written: Patch) -> None:
         """Take the patch that a person wrote for this release in place of the one carried over."""
+        state = f"{self.versions[0]} {state_of(result.patch)}"
+        if written.values(REBASED_FROM) not in ([], [state]):
+            result.notes.append(f"{result.patch.path.name} has changed since {written.path.name} was made from it: "
+                                f"make the same change there, then write {REBASED_FROM}: {state}")
+            result.text = CONFLICT
+            return
         before = result.before | {path: file for path in written.paths if (file := self.now(path))}
         made = dict(before)
         for path, section in sections(written.text).items():
@@ -206,6 +219,16 @@ class Replay:
             else:
                 self.origin[path] = [patch.slug] * len(after.data.split(b"\n")) if after else []
             _put(self.old, path, after)
+
+
+def without_blobs(text: bytes) -> bytes:
+    """A diff less the ids of blobs, which differ between any two releases."""
+    return re.sub(rb"^index [0-9a-f]+\.\.[0-9a-f]+", b"index", text, flags=re.MULTILINE)
+
+
+def state_of(patch: Patch) -> str:
+    """A short digest of what a patch changes."""
+    return hashlib.sha256(without_blobs(patch.text)).hexdigest()[:12]
 
 
 def _put(files: Files, path: str, file: File | None) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from .export import replace_file
 from .rebase_replay import PatchResult
-from .rebase_verdicts import ABSORBED, BLOCKED, CONFLICT, DELETED, MERGED, MOVED, OFFSET, PARTLY
-from .sentinel import CHANGED, GONE
+from .rebase_verdicts import ABSORBED, BLOCKED, CLEAN, CONFLICT, DELETED, MERGED, MOVED, OFFSET, PARTLY
+from .sentinel import CHANGED, GONE, READ, digest
 from .ui import Result, table
 
 
@@ -40,7 +40,7 @@ TODO = {
     CONFLICT: "settle conflicts/<patch>/merged, create the file settled beside it, run rebase again",
     DELETED: "find where the code went; write the files it needs into conflicts/<patch>/merged, then as for a conflict",
     BLOCKED: "settle the patch that blocks it first",
-    CHANGED: "read what changed; if the patch still holds, copy it to patches/ under this release's name and say why",
+    CHANGED: "read what changed (report.md shows it); if the patch still holds, add to its trailers:",
     GONE: "find what took the symbol's place; name it in Anchors, or rewrite the patch",
 }
 
@@ -48,8 +48,9 @@ TODO = {
 def write(done: Rebase, root: Path, out: Path) -> Result:
     """report.md and report.json under `out`; the verb's Result."""
     data = as_json(done, root)
-    replace_file(out / "report.md", ("\n".join(markdown(done, root)) + "\n").encode("utf-8", "replace"))
-    replace_file(out / "report.json", (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
+    page, record = "\n".join(markdown(done, root)), json.dumps(data, indent=1, ensure_ascii=False)
+    replace_file(out / "report.md", (page + "\n").encode("utf-8", "replace"))
+    replace_file(out / "report.json", (record + "\n").encode("utf-8", "replace"))
     lines = text(done, root)
     lines.append(f"report, proposals and conflicts: {_relative(out, root)}")
     return Result(data, lines, done.exit_code)
@@ -71,6 +72,7 @@ def _patch_json(done: Rebase, result: PatchResult, root: Path) -> dict:
     return {
         "slug": slug, "verdict": result.verdict, "lines": result.text, "needs_person": result.needs_person,
         "blocked_by": result.blocked_by, "resolved": result.resolved, "notes": result.notes,
+        "contract": digest(result.findings) if result.findings else None, "contract_read": result.contract_read,
         "files": [file.as_json() for file in result.files],
         "sentinel": [finding.as_json() for finding in result.findings],
         **{key: _relative(found[slug], root) if slug in found else None for key, found in places.items()},
@@ -96,10 +98,16 @@ def text(done: Rebase, root: Path) -> list[str]:
     for result in done.patches:
         if result.needs_person:
             lines += ["", f"{result.patch.slug}: {result.verdict}", *("  " + line for line in _details(result))]
-            lines.append(f"  what to do: {TODO.get(result.verdict, TODO[CHANGED])}")
+            lines.append(f"  what to do: {_todo(done, result)}")
     if done.installed:
         lines += ["", "installed: " + ", ".join(_relative(path, root) for path in done.installed.values())]
     return lines
+
+
+def _todo(done: Rebase, result: PatchResult) -> str:
+    if result.verdict == CHANGED:
+        return f"{TODO[CHANGED]} {READ}: {done.new} {digest(result.findings)} — <why>"
+    return TODO.get(result.verdict, TODO[GONE])
 
 
 def brief(result: PatchResult) -> str:
@@ -110,10 +118,12 @@ def brief(result: PatchResult) -> str:
         return f"by {', '.join(result.blocked_by)}; its own lines: {result.text}"
     if result.verdict in (CHANGED, GONE):
         return "; ".join(dict.fromkeys(finding.symbol for finding in result.findings)) + f"; its lines: {result.text}"
+    said = [f"contract changed, read: {result.contract_read}"] if result.contract_read else []
     if result.text == OFFSET:
-        return "; ".join(f"{o.path} hunk {o.hunk} at {o.line} ({o.lines:+d})" for f in result.files for o in f.offsets)
-    marked = [f for f in result.files if f.verdict == result.text] or result.files
-    return "; ".join(_file_brief(file) for file in marked) if result.text != "clean" else ""
+        said += [f"{o.path} hunk {o.hunk} at {o.line} ({o.lines:+d})" for f in result.files for o in f.offsets]
+    elif result.text != CLEAN:
+        said += map(_file_brief, [f for f in result.files if f.verdict == result.text] or result.files)
+    return "; ".join(said)
 
 
 def _file_brief(file) -> str:
@@ -159,7 +169,7 @@ def _section(done: Rebase, result: PatchResult, root: Path) -> list[str]:
     lines += [f"- {line}" if not line.startswith("  ") else f"  - {line.strip()}"
               for line in _details(result, upstream_changes=True)]
     if result.needs_person:
-        lines.append(f"- what to do: {TODO.get(result.verdict, TODO[CHANGED])}")
+        lines.append(f"- what to do: {_todo(done, result)}")
     for name, found in (("proposal", done.proposals), ("installed", done.installed), ("conflict", done.conflicts)):
         if slug in found:
             lines.append(f"- {name}: `{_relative(found[slug], root)}`")

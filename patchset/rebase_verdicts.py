@@ -150,12 +150,13 @@ def _merged(git: Merger, v: Versions, result: FileResult, merge: Merge) -> None:
                                " that the patch does not")
     else:
         result.verdict = PARTLY
-        had = sum((wanted - got).values())
-        result.evidence.append(f"the 3-way merge leaves out {had} of {sum(wanted.values())} changed lines: already there")
+        had, of = sum((wanted - got).values()), sum(wanted.values())
+        result.evidence.append(f"the 3-way merge leaves out {had} of {of} changed lines: already there")
 
 
 def _lines(groups: list[Group]) -> Counter:
-    return Counter([(b"-", line) for g in groups for line in g.removed] + [(b"+", line) for g in groups for line in g.added])
+    return Counter((sign, line) for group in groups for sign, lines in ((b"-", group.removed), (b"+", group.added))
+                   for line in lines)
 
 
 def _absorbed(git: Merger, v: Versions, result: FileResult, why: str) -> None:
@@ -184,7 +185,8 @@ def _conflict(git: Merger, v: Versions, result: FileResult, merge: Merge) -> Non
     again = git.merge(v.base, v.upstream, rest, v.names)
     if not again.conflict and again.data != v.upstream.data:
         result.verdict, result.merged, result.after = PARTLY, None, File(again.data, v.upstream.mode)
-        result.evidence.append(f"hunks {', '.join(map(str, there))} are already upstream; the others merge without conflict")
+        numbers = ", ".join(map(str, there))
+        result.evidence.append(f"hunks {numbers} are already upstream; the rest merges without conflict")
 
 
 def _hunks(git: Merger, v: Versions) -> list[HunkResult]:
@@ -203,7 +205,8 @@ def _hunk(number: int, hunk: Hunk, changes: list[Group], upstream: list[bytes]) 
         result.status = f"offset {shift:+d}" if shift else "in place"
         return result
     result.upstream = _blame(touching)
-    same = [g for g in groups_of(hunk) if any((g.old, g.removed, g.added) == (u.old, u.removed, u.added) for u in touching)]
+    theirs = {(group.old, group.removed, group.added) for group in touching}
+    same = [group for group in groups_of(hunk) if (group.old, group.removed, group.added) in theirs]
     standing = place.find(upstream, hunk.new_lines())
     if len(same) == len(groups_of(hunk)):
         result.status, result.line = "already upstream", touching[0].new

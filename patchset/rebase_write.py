@@ -15,7 +15,7 @@ from .errors import NeedsWork, Row
 from .export import canonical, replace_file
 from .paths import inside
 from .rebase_merge import Merger
-from .rebase_replay import PatchResult
+from .rebase_replay import REBASED_FROM, PatchResult, state_of, without_blobs
 from .rebase_verdicts import ABSORBED, CLEAN, FAILED, MERGED, OFFSET, RESOLVED
 from .series import Patch
 from .shadow import File, Files
@@ -25,37 +25,31 @@ MARKER = re.compile(rb"^(<{7}|>{7}|\|{7}|={7})( |$)", re.MULTILINE)
 SETTLED = "settled"
 
 
-def proposal(git: Merger, result: PatchResult) -> bytes | None:
+def proposal(git: Merger, result: PatchResult, base: str) -> bytes | None:
     """The patch for the new release, or None if the one that is there says the same."""
-    if result.verdict in FAILED or result.text == ABSORBED and not result.resolved or result.resolved.endswith(".patch"):
+    absorbed = result.text == ABSORBED and not result.resolved
+    if absorbed or result.verdict in FAILED or result.resolved.endswith(".patch"):
         return None
     text = git.text(result.before, result.after)
-    if not text or _without_blobs(text) == _without_blobs(result.patch.text):
+    if not text or without_blobs(text) == without_blobs(result.patch.text):
         return None
-    return canonical(_with_anchors(result), text)
+    return canonical(_with_trailers(result, base), text)
 
 
-def _without_blobs(text: bytes) -> bytes:
-    """Blob ids differ between any two releases, so they are not compared."""
-    return re.sub(rb"^index [0-9a-f]+\.\.[0-9a-f]+", b"index", text, flags=re.MULTILINE)
-
-
-def _with_anchors(result: PatchResult) -> Patch:
-    """The patch with its anchors in the files where the release has them now."""
+def _with_trailers(result: PatchResult, base: str) -> Patch:
+    """The patch with its anchors in the files where the release has them now, and what it was made from."""
     moved = {file.path: file.target for file in result.files if file.target != file.path}
-    if not moved or not result.patch.values("Anchors"):
-        return result.patch
-    anchors = []
-    for value in result.patch.values("Anchors"):
-        path, mark, name = value.partition("::")
-        anchors.append(moved.get(path, path) + mark + name)
-    return replace(result.patch, trailers=result.patch.trailers | {"Anchors": anchors})
+    trailers = result.patch.trailers | {REBASED_FROM: [f"{base} {state_of(result.patch)}"]}
+    anchors = [value.partition("::") for value in result.patch.values("Anchors")]
+    if moved and anchors:
+        trailers["Anchors"] = [moved.get(path, path) + mark + name for path, mark, name in anchors]
+    return replace(result.patch, trailers=trailers)
 
 
 def installable(result: PatchResult) -> bool:
     """Whether the release needs a patch file of its own and no person has to look at it first.
 
-    A patch that is clean or offset is used as it is: `apply` accepts it at whatever offset and the lock pins the result.
+    A patch that is clean or offset is used as it is: `apply` accepts it at any offset, and the lock pins the result.
     """
     return result.verdict == MERGED or result.verdict == RESOLVED and result.text not in (CLEAN, OFFSET)
 
@@ -109,8 +103,10 @@ def settled(folder: Path, result: PatchResult) -> tuple[str, Files] | None:
         result.notes.append(f"{folder.name}/{SETTLED} was made for another state of the series, so it is set aside")
         return None
     found = _read(folder / "merged")
-    rows = [Row(f"{folder.name}/merged/{path}", f"a conflict marker at line {data[: match.start()].count(10) + 1}", "none")
-            for path, data in found.items() if (match := MARKER.search(data))]
+    marked = {path: data[: match.start()].count(b"\n") + 1
+              for path, data in found.items() if (match := MARKER.search(data))}
+    rows = [Row(f"{folder.name}/merged/{path}", f"a conflict marker at line {line}", "none")
+            for path, line in marked.items()]
     if rows:
         raise NeedsWork("a conflict that is marked as settled still has conflict markers", rows=rows,
                         remedy=f"settle them, or remove the file {SETTLED}")

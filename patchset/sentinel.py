@@ -1,9 +1,12 @@
 """The sentinel: did the code a patch leans on change, although its hunks still apply?
 
 A patch names in `Anchors: path::Class.method` the symbols whose behaviour it takes for granted. The contract of an
-anchor is the normalised source of that symbol and of every function of the same file that it calls; normalised means
-parsed and printed again, without comments, docstrings, line numbers or layout. Two releases keep the contract if and
-only if these texts are equal. Nothing is executed or imported.
+anchor is the syntax tree of that symbol and of every function of the same file that it calls, without comments,
+docstrings, positions or layout. Two releases keep the contract if and only if these trees are equal. Nothing is
+executed or imported.
+
+Who has read a difference and found it harmless says so in the patch: `Contract-Read: <version> <digest> — <why>`.
+The digest is of the difference, so another one is flagged again.
 """
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ CHANGED, GONE, NOT_IN_BASE, UNREADABLE = "contract changed", "anchor gone", "anc
 SEVERITY = (GONE, UNREADABLE, NOT_IN_BASE, CHANGED)  # the worst first
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 EVIDENCE_LINES = 60
+READ = "Contract-Read"  # trailer
 
 Source = Callable[[str], bytes | None]  # path -> bytes of that file in a release, or None
 
@@ -33,13 +37,17 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference. `symbol` is the anchor itself or a function it calls; `where` says where it went, if known."""
+    """One difference. `symbol` is the anchor itself or a function it calls; `where` says where it went, if known.
+
+    `diff` shows it, cut if long; `digest` is of the whole of it.
+    """
 
     kind: str
     anchor: str
     symbol: str
     where: tuple[str, ...] = ()
     diff: str = ""
+    digest: str = ""
 
     def as_json(self) -> dict:
         return {**vars(self), "where": list(self.where)}
@@ -54,17 +62,35 @@ class Symbol:
 
     @cached_property
     def text(self) -> str:
+        """Normalised source, to be shown; its layout may differ from one Python to the next."""
         return "\n".join(ast.unparse(node) for node in self.nodes) + "\n"
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
+        return _digest(*map(_shape, self.nodes))
 
     @cached_property
     def body(self) -> str:
         """The digest without the symbol's own name, so that it is known again when renamed or moved."""
-        text = "\n".join(_anonymous(node) for node in self.nodes)
-        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        return _digest(*map(_anonymous, self.nodes))
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _shape(node) -> str:
+    """A tree as text that is the same under every Python: what is empty or only a hint is left out."""
+    if isinstance(node, list):
+        return "[" + ",".join(map(_shape, node)) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 puts empty strings between the parts
+        parts = [part for part in node.values if not (isinstance(part, ast.Constant) and part.value == "")]
+        return f"JoinedStr({_shape(parts)})"
+    fields = [f"{name}={_shape(value)}" for name, value in ast.iter_fields(node)
+              if value is not None and value != [] and name not in ("kind", "type_comment")]
+    return f"{type(node).__name__}({','.join(fields)})"
 
 
 class Module:
@@ -164,10 +190,10 @@ def _is_text(node: ast.stmt) -> bool:
 
 def _anonymous(node: ast.AST) -> str:
     if isinstance(node, (ast.Assign, ast.AnnAssign)):
-        return ast.unparse(node.value) if node.value else ""
+        return _shape(node.value)
     name, node.name = node.name, "_"
     try:
-        return ast.unparse(node)
+        return _shape(node)
     finally:
         node.name = name
 
@@ -221,14 +247,15 @@ def _whole_file(anchor: Anchor, path: str, before: bytes, after: bytes | None) -
     if before == after:
         return []
     diff = _diff(before.decode("utf-8", "replace"), after.decode("utf-8", "replace"), anchor.path, path)
-    return [Finding(CHANGED, str(anchor), str(anchor), diff=diff)]
+    digests = [hashlib.sha256(data).hexdigest() for data in (before, after)]
+    return [Finding(CHANGED, str(anchor), str(anchor), diff=diff, digest=_digest(*digests))]
 
 
 def _contract(anchor, path, here: Module, symbol: Symbol, there: Module, twin: Symbol, files) -> list[Finding]:
     found = []
     if symbol.digest != twin.digest:
         diff = _diff(symbol.text, twin.text, str(anchor), f"{path}::{twin.name}")
-        found.append(Finding(CHANGED, str(anchor), str(anchor), diff=diff))
+        found.append(Finding(CHANGED, str(anchor), str(anchor), diff=diff, digest=_digest(symbol.digest, twin.digest)))
     called, now_called = here.calls(symbol), there.calls(twin)
     for name in sorted(called | now_called):
         before, after = called.get(name), now_called.get(name)
@@ -239,8 +266,23 @@ def _contract(anchor, path, here: Module, symbol: Symbol, there: Module, twin: S
         where = tuple(locate(before, path, here, there, files)) if before and not there.get(name) else ()
         diff = _diff(before.text if before else "", after.text if after else "",
                      f"{anchor.path}::{name}", f"{path}::{name}")
-        found.append(Finding(CHANGED, str(anchor), f"{anchor.path}::{name}", where, diff))
+        digest = _digest(*(one.digest if one else "" for one in (before, after)))
+        found.append(Finding(CHANGED, str(anchor), f"{anchor.path}::{name}", where, diff, digest))
     return found
+
+
+def digest(findings: Iterable[Finding]) -> str:
+    """What a Contract-Read trailer names: these differences and no others."""
+    return _digest(*sorted(f"{f.kind} {f.anchor} {f.symbol} {f.digest}" for f in findings))[:12]
+
+
+def read(values: Iterable[str], version: str, findings: list[Finding]) -> str | None:
+    """The reason given in a Contract-Read trailer for exactly these differences on that release, if there is one."""
+    if not findings or any(finding.kind != CHANGED for finding in findings):
+        return None
+    start = f"{version} {digest(findings)}"
+    reasons = (value[len(start):].lstrip(" —-:") for value in values if value.startswith(start))
+    return next((reason for reason in reasons if reason), None)
 
 
 def locate(symbol: Symbol, path: str, here: Module, there: Module | None, files: Mapping[str, bytes]) -> list[str]:

@@ -70,13 +70,13 @@ def test_absorbed_among_other_changes_is_known_by_the_empty_merge(upstream):
 
 def test_absorbed_next_to_a_further_change_is_known_hunk_by_hunk(upstream):
     """The release made the change and moved the whole function: a merge conflicts, the reverse check does not."""
-    upstream.hook("gate", ("def last(x):\n    a = x\n    b = a\n    c = b\n", "def last(x):\n    a = x\n    b = a\n    c = hooked(b)\n"),
-                  anchor=f"{ENGINE}::LIMIT")
+    upstream.hook("gate", LAST, anchor=f"{ENGINE}::LIMIT")
     body = SOURCE[SOURCE.index("def last"):]
     upstream.edit_release(("\n\n" + body, ""), ("def scale(x):\n", body.replace(*LAST) + "\n\ndef scale(x):\n"))
     result = only(upstream.rebase())
     assert result.verdict == "absorbed", result.files
-    assert result.files[0].hunks[0].evidence == ["the hunk's result stands there, its former lines do not (reverse check)"]
+    [hunk] = result.files[0].hunks
+    assert hunk.evidence == ["the hunk's result stands there, its former lines do not (reverse check)"]
     assert "every hunk's result stands in the release" in result.files[0].evidence[0]
 
 
@@ -260,13 +260,14 @@ def test_absorbed_patch_blocks_nothing(upstream):
     assert (gate.verdict, on_top.verdict) == ("absorbed", "clean")
 
 
-TWINS = "".join(f"def twin_{name}(x):\n    minus = x\n    zero = minus\n    one = zero\n    two = one\n    three = two\n    four = three\n    return four\n\n\n"
-                for name in "ab")
+TWINS = "".join(f"def twin_{name}(x):\n    minus = x\n    zero = minus\n    one = zero\n    two = one\n"
+                "    three = two\n    four = three\n    return four\n\n\n" for name in "ab")
 
 
 def test_offset_into_a_twin_of_the_patched_function_is_refused(upstream):
     """git apply finds the same lines in another function and would take them."""
-    upstream.base["2.0.0"] = upstream.state = upstream.release = edit(upstream.state, ENGINE, "class Gate", TWINS + "class Gate")
+    upstream.state = edit(upstream.state, ENGINE, "class Gate", TWINS + "class Gate")
+    upstream.base["2.0.0"] = upstream.release = upstream.state
     first = TWINS[: TWINS.index("def twin_b")]
     upstream.hook("twin", (first, first.replace("two = one\n", "two = hooked(one)\n")), anchor=f"{ENGINE}::LIMIT")
     upstream.edit_release((first, first.replace("three = two", "three = two + 1")))
@@ -288,16 +289,19 @@ def test_function_that_moved_within_its_file_takes_its_hunk_along(upstream):
     assert result.files[0].after.data == upstream.release[ENGINE].data.replace(ROUTE[0].encode(), ROUTE[1].encode())
 
 
-@pytest.mark.parametrize("theirs, verdict", [("def hooked(x):\n    return x\n", "absorbed"), ("hooked = None\n", "conflict"),
-                                             (None, "clean")])
+HOOK = "def hooked(x):\n    return x\n"
+
+
+@pytest.mark.parametrize("theirs, verdict", [(HOOK, "absorbed"), ("hooked = None\n", "conflict"), (None, "clean")])
 def test_created_file_is_compared_with_the_releases_own(upstream, theirs, verdict):
-    upstream.add("new", upstream.state | files({"toy/hook.py": "def hooked(x):\n    return x\n"}), trailers="Arch: any\n")
+    upstream.add("new", upstream.state | files({"toy/hook.py": HOOK}), trailers="Arch: any\n")
     if theirs:
         upstream.release |= files({"toy/hook.py": theirs})
     assert only(upstream.rebase()).verdict == verdict
 
 
-@pytest.mark.parametrize("theirs, verdict", [("OTHER = 1\n" * 30, "clean"), ("OTHER = 3\n" * 30, "conflict"), (None, "absorbed")])
+@pytest.mark.parametrize("theirs, verdict", [("OTHER = 1\n" * 30, "clean"), ("OTHER = 3\n" * 30, "conflict"),
+                                             (None, "absorbed")])
 def test_removed_file_must_be_the_one_that_was_there(upstream, theirs, verdict):
     upstream.add("drop", {p: f for p, f in upstream.state.items() if p != "toy/other.py"}, trailers="Arch: any\n")
     upstream.release.pop("toy/other.py")
@@ -322,7 +326,8 @@ def test_crlf_and_a_missing_last_newline_survive(upstream):
     data = b"".join(b"line %d\r\n" % n for n in range(30)) + b"no newline"
     upstream.base["2.0.0"] = upstream.state = upstream.state | {"toy/dos.txt": File(data)}
     upstream.release = dict(upstream.state)
-    upstream.add("dos", upstream.state | {"toy/dos.txt": File(data.replace(b"line 20\r", b"twenty\r"))}, trailers="Arch: any\n")
+    after = upstream.state | {"toy/dos.txt": File(data.replace(b"line 20\r", b"twenty\r"))}
+    upstream.add("dos", after, trailers="Arch: any\n")
     upstream.release["toy/dos.txt"] = File(b"line -1\r\n" + data.replace(b"line 18\r", b"eighteen\r"))
     result = only(upstream.rebase())
     assert result.verdict == "merged"

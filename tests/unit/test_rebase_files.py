@@ -102,17 +102,43 @@ def test_a_written_patch_that_says_nothing_new_is_reported_as_not_needed(upstrea
     upstream.hook("gate", FORWARD)
     upstream.write(f"patches/toy/gate@{VERSION}.patch", upstream.read("patches/toy/gate.patch"))
     done = upstream.rebase()
-    assert (verdicts(done), done.patches[0].notes) == (["resolved"], [f"gate@{VERSION}.patch is not needed: gate.patch gives the same files"])
+    assert verdicts(done) == ["resolved"]
+    assert done.patches[0].notes == [f"gate@{VERSION}.patch is not needed: gate.patch gives the same files"]
 
 
-def test_a_written_copy_records_that_a_changed_contract_was_read(upstream):
+def test_a_changed_contract_that_was_read_is_let_through_with_its_reason_until_it_changes_again(upstream):
     upstream.hook("route", ROUTE)
     upstream.edit_release(("    return x * 2\n", "    return x * 3\n"))
     assert verdicts(upstream.rebase()) == ["contract changed"]
-    upstream.write(f"patches/toy/route@{VERSION}.patch", upstream.read("patches/toy/route.patch"))
+    [line] = [line for line in upstream.result.lines if "what to do" in line]
+    trailer = line[line.index("Contract-Read:"):]
+    for reason in ("", "0.9 the factor goes through the hook"):  # neither without a reason nor for another release
+        upstream.change("patches/toy/route.patch", "\n---\n", f"\nContract-Read: {reason}\n---\n")
+        assert verdicts(upstream.rebase()) == ["contract changed"]
+    trailer = trailer.replace("<why>", "the factor is ours")
+    upstream.change("patches/toy/route.patch", "\n---\n", f"\n{trailer}\n---\n")
     done = upstream.rebase()
-    assert (verdicts(done), done.patches[0].notes, upstream.result.code) == (["resolved"], [], 0)
-    assert [finding.symbol for finding in done.patches[0].findings] == [f"{ENGINE}::scale"]
+    assert (verdicts(done), done.patches[0].contract_read, upstream.result.code) == (["clean"], "the factor is ours", 0)
+    assert "contract changed, read: the factor is ours" in "\n".join(upstream.result.lines)
+    upstream.edit_release(("    return x * 3\n", "    return x * 4\n"))
+    assert verdicts(upstream.rebase()) == ["contract changed"]
+
+
+def test_a_written_patch_whose_base_has_changed_since_is_stale(clash):
+    settle(clash, "gate", edit(clash.release, ENGINE, *SETTLED)[ENGINE].data)
+    clash.rebase(install=True)
+    assert "Rebased-From: 2.0.0 " in clash.read(f"patches/toy/gate@{VERSION}.patch")
+    for slug in ("gate", "on-top"):
+        clash.change(f"patches/toy/{slug}.patch", "not os.environ", "os.environ")
+    done = clash.rebase()
+    assert verdicts(done) == ["conflict", "blocked"]
+    assert f"gate.patch has changed since gate@{VERSION}.patch was made from it" in done.patches[0].notes[0]
+    state = done.patches[0].notes[0].rpartition("Rebased-From: ")[2]
+    place = clash.root / f"patches/toy/gate@{VERSION}.patch"
+    lines = [f"Rebased-From: {state}" if line.startswith("Rebased-From") else line
+             for line in place.read_text().split("\n")]
+    place.write_text("\n".join(lines))
+    assert verdicts(clash.rebase())[0] == "resolved"
 
 
 def test_only_what_needs_no_person_is_installed_and_an_offset_needs_no_file(upstream):

@@ -44,9 +44,11 @@ def test_it_comes_with_its_own_digest_and_is_kept_under_it(shelf, tmp_path):
     digest = hashlib.sha256((shelf / "toy_core-2.0.tar.gz").read_bytes()).hexdigest()
     release = fetch.unpinned(UPSTREAM, "2.0", cache=tmp_path / "cache")
     assert (release.version, release.sdist) == ("2.0", digest)
-    files = [path.relative_to(tmp_path / "cache").as_posix() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    cache = tmp_path / "cache"
+    files = [path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file()]
     assert files == [f"{digest}/toy_core-2.0.tar.gz"]
-    assert fetch.sdist(UPSTREAM, release, cache=tmp_path / "cache").read_bytes() == (shelf / "toy_core-2.0.tar.gz").read_bytes()
+    kept = fetch.sdist(UPSTREAM, release, cache=cache)
+    assert kept.read_bytes() == (shelf / "toy_core-2.0.tar.gz").read_bytes()
 
 
 def test_it_is_fetched_once_and_again_if_the_cache_was_damaged(shelf, tmp_path):

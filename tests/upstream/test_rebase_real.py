@@ -107,7 +107,8 @@ def test_own_hunk_beside_an_absorbed_one_is_what_is_proposed(tmp_path, trees, ch
             groups = Merger(shadow).groups(old.files[path], new.files[path])
             lines = apply_groups(old.files[path].data, groups[:1]).split(b"\n")
             touched = {line for g in groups for line in range(g.old - 8, g.old_end + 9)}
-            free = [n for n in range(groups[0].old_end + 20, len(old.files[path].data.split(b"\n"))) if n not in touched]
+            after, end = groups[0].old_end + 20, len(old.files[path].data.split(b"\n"))
+            free = [line for line in range(after, end) if line not in touched]
             if free:
                 at = free[0] + len(groups[0].added) - len(groups[0].removed)
                 edits.append((path, File(b"\n".join([*lines[:at], MARKER, *lines[at:]]), old.files[path].mode)))
