@@ -129,11 +129,11 @@ def slugs(root: Path, upstream: str) -> list[str]:
 
 def load(root: Path, upstream: str, version: str) -> list[Patch]:
     """Every patch of the series for that release, in order."""
+    return [load_one(root, upstream, slug, version) for slug in slugs(root, upstream)]
+
+
+def load_one(root: Path, upstream: str, slug: str, version: str) -> Patch:
     folder = root / "patches" / upstream
-    return [_load_one(folder, upstream, slug, version) for slug in slugs(root, upstream)]
-
-
-def _load_one(folder: Path, upstream: str, slug: str, version: str) -> Patch:
     for path in (folder / f"{slug}@{version}.patch", folder / f"{slug}.patch"):
         if path.exists():
             return parse_patch(upstream, slug, path, path.read_bytes())

@@ -1,17 +1,18 @@
-"""Edits made in a patched tree go into the patch that owns the lines, the later patches move on top, or nothing is written."""
+"""Edits of a patched tree go into one patch and the later ones move on top of it, or nothing is written."""
 import ast
 import copy
 import shutil
 
 import pytest
 import user_configs
-from checkout import NEW, OLD, Checkout, edit, hooked, tree
+from checkout import BASE, NEW, OLD, Checkout, edit, hooked, tree
 
-from patchset import deliver, series, state
+from patchset import deliver, series, state, target
 from patchset import edit as edits
 from patchset.errors import ConflictError, DirtyTarget, LockMismatch, NeedsWork, UsageError
+from patchset.shadow import File
 
-GATE, LINES, SERIES, LOCK = "patches/toy/gate-fp32.patch", "patches/toy/line-thirty.patch", "patches/toy/series", "patchset.lock"
+GATE, LINES, SERIES = "patches/toy/gate-fp32.patch", "patches/toy/line-thirty.patch", "patches/toy/series"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,8 @@ def kept(made: Checkout) -> dict[str, tuple[int, bytes]]:
 
 def is_applied(made: Checkout) -> bool:
     request = deliver.Request(made.root, made.pins, made.pins.profile("all"))
-    return deliver.verify(request, edits.target.tree(made.pins.upstream("toy"), made.root / "build/toy")).done == "applied"
+    one = target.tree(made.pins.upstream("toy"), made.root / "build/toy")
+    return deliver.verify(request, one).done == "applied"
 
 
 @pytest.mark.parametrize("name", user_configs.CONFIGS)
@@ -101,7 +103,7 @@ def test_overlay_edits_and_new_overlay_files_are_copied_back(made):
     made.write("build/toy/toy/zero_mismatch/__pycache__/more.pyc", b"x")
     made.write("build/toy/toy/scratch.py", "no overlay\n")
     result = refresh(made)
-    assert result.data["written"] == ["overlays/toy/toy/zero_mismatch/gate.py", "overlays/toy/toy/zero_mismatch/sub/more.py"]
+    assert result.data["written"] == [f"overlays/toy/toy/zero_mismatch/{name}" for name in ("gate.py", "sub/more.py")]
     assert result.data["patch"] is None and "x * 3.0" in made.read(result.data["written"][0])
     assert is_applied(made) and made.read("build/toy/toy/scratch.py") == "no overlay\n"
     assert refresh(made).data["edited"] == []
@@ -171,7 +173,7 @@ def test_a_deleted_file_of_the_series_becomes_a_deletion(made):
 
 
 def test_files_that_builds_write_are_no_edits(made):
-    made.base[NEW] = edit(made.base[NEW] | {"toy/_version.py": made.base[NEW]["toy/__init__.py"]}, "toy/__init__.py", "", "")
+    made.base[NEW] = made.base[NEW] | {"toy/_version.py": made.base[NEW]["toy/__init__.py"]}
     made.write("build/toy/toy/_version.py", "version = 'local'\n")
     made.write("build/toy/toy/_C.so", b"\x7fELF")
     assert refresh(made).data["edited"] == []
@@ -179,7 +181,7 @@ def test_files_that_builds_write_are_no_edits(made):
 
 def test_modes_stay_out_of_the_patch(made, tmp_path_factory):
     checkout = Checkout(tmp_path_factory.mktemp("modes"))
-    checkout.base[NEW]["toy/router.py"] = type(checkout.base[NEW]["toy/router.py"])(checkout.base[NEW]["toy/router.py"].data, "100755")
+    checkout.base[NEW]["toy/router.py"] = File(BASE["toy/router.py"].encode(), "100755")
     checkout.state = dict(checkout.base[NEW])
     checkout.patch("gate-fp32", "toy/router.py", "y = x * 2\n", "y = x * 2.0\n")
     checkout.export()
@@ -196,7 +198,7 @@ def test_another_locks_tree_a_pristine_and_a_missing_one_are_refused(made):
     with pytest.raises(LockMismatch, match="another lock"):
         refresh(made)
     made.change("overlays/toy/toy/zero_mismatch/gate.py", "5.0", "2.0")
-    one = edits.target.tree(made.pins.upstream("toy"), made.root / "build/toy")
+    one = target.tree(made.pins.upstream("toy"), made.root / "build/toy")
     deliver.revert(deliver.Request(made.root, made.pins, made.pins.profile("all")), one)
     with pytest.raises(NeedsWork, match="not patched"):
         refresh(made)
@@ -217,5 +219,5 @@ def test_the_refreshed_tree_compiles_and_keeps_its_state(made):
     alter(made, "toy/router.py", "y = gate(x)", "y = gate(x) + 0")
     refresh(made)
     ast.parse(made.read("build/toy/toy/router.py"))
-    kept_state = state.load(made.root / "build/toy/.zero-mismatch")
-    assert {change.path for change in kept_state.changes} >= {"toy/router.py", "toy/lines.txt", "toy/zero_mismatch/gate.py"}
+    changed = {change.path for change in state.load(made.root / "build/toy/.zero-mismatch").changes}
+    assert changed >= {"toy/router.py", "toy/lines.txt", "toy/zero_mismatch/gate.py"}

@@ -77,7 +77,8 @@ def test_a_missing_series_patch_or_overlay_is_an_error(tmp_path):
 
 def test_a_patch_for_one_release_takes_the_place_of_the_main_one_there(tmp_path):
     made = hooked(tmp_path)
-    made.write(f"patches/toy/gate-fp32@{OLD}.patch", made.read("patches/toy/gate-fp32.patch").replace("a row", "the row"))
+    variant = made.read("patches/toy/gate-fp32.patch").replace("a row", "the row")
+    made.write(f"patches/toy/gate-fp32@{OLD}.patch", variant)
     assert series.load(tmp_path, "toy", OLD)[0].path.name == f"gate-fp32@{OLD}.patch"
     assert series.load(tmp_path, "toy", NEW)[0].path.name == "gate-fp32.patch"
 
@@ -102,7 +103,8 @@ def test_overlays_leave_caches_behind_and_refuse_links(tmp_path):
     folder = tmp_path / "overlays/toy"
     made.write("overlays/toy/toy/zero_mismatch/__pycache__/gate.pyc", b"x")
     made.write("overlays/toy/.hidden", b"x")
-    assert sorted(series.overlay_files(tmp_path, "toy")) == ["toy/zero_mismatch/__init__.py", "toy/zero_mismatch/gate.py"]
+    found = sorted(series.overlay_files(tmp_path, "toy"))
+    assert found == ["toy/zero_mismatch/__init__.py", "toy/zero_mismatch/gate.py"]
     (folder / "toy/link.py").symlink_to("zero_mismatch/gate.py")
     with pytest.raises(UsageError, match="symbolic link"):
         series.overlay_files(tmp_path, "toy")

@@ -1,4 +1,4 @@
-"""Twenty and more git configurations that users have. BITES: those under which plain `git diff` prints something else."""
+"""Thirty git configurations that users have. BITES: those under which plain `git diff` prints something else."""
 EXTERNAL = "/bin/echo"
 
 CONFIGS = {
@@ -16,25 +16,31 @@ CONFIGS = {
     "copies": "[diff]\nrenames = copies\n",
     "colour": "[color]\nui = always\ndiff = always\n[diff]\ncolorMoved = zebra\nwsErrorHighlight = all\n",
     "external diff": f"[diff]\nexternal = {EXTERNAL}\n",
-    "attributes": "[core]\nattributesFile = {attributes}\n[diff \"shout\"]\ntextconv = tr a-z A-Z <\nxfuncname = ^line.*$\n",
+    "attributes": "[core]\nattributesFile = {attributes}\n[diff \"shout\"]\n"
+                  "textconv = tr a-z A-Z <\nxfuncname = ^line.*$\n",
     "binary by attribute": "[core]\nattributesFile = {binary}\n",
     "raw names": "[core]\nquotePath = false\n",
     "short ids": "[core]\nabbrev = 5\n",
     "full ids": "[core]\nabbrev = 40\n",
     "autocrlf": "[core]\nautocrlf = true\nsafecrlf = true\neol = crlf\n",
-    "whitespace fix": "[apply]\nwhitespace = fix\nignoreWhitespace = change\n[core]\nwhitespace = tab-in-indent,cr-at-eol\n",
+    "whitespace fix": "[apply]\nwhitespace = fix\nignoreWhitespace = change\n"
+                      "[core]\nwhitespace = tab-in-indent,cr-at-eol\n",
     "whitespace error": "[apply]\nwhitespace = error-all\n",
     "suppress blank empty": "[diff]\nsuppressBlankEmpty = true\n",
     "relative": "[diff]\nrelative = true\n",
-    "stat, word diff, submodules": "[diff]\nstatGraphWidth = 5\nwordRegex = .\nsubmodule = log\nignoreSubmodules = all\n",
-    "format": "[format]\nsignature = me\nsubjectPrefix = RFC\nnumbered = true\nattach = x\nsignOff = true\nnotes = true\n"
+    "stat, word diff, submodules": "[diff]\nstatGraphWidth = 5\nwordRegex = .\n"
+                                   "submodule = log\nignoreSubmodules = all\n",
+    "format": "[format]\nsignature = me\nsubjectPrefix = RFC\nnumbered = true\nattach = x\n"
+              "signOff = true\nnotes = true\n"
               "headers = \"X-Mine: 1\\n\"\npretty = fuller\nuseAutoBase = true\nfrom = true\n",
     "signing and hooks": "[commit]\ngpgSign = true\n[tag]\ngpgSign = true\n[gpg]\nprogram = /bin/false\n"
                          "[core]\nhooksPath = {hooks}\n[init]\ntemplateDir = {hooks}\n",
-    "notes and log": "[notes]\nrewriteRef = refs/notes/*\ndisplayRef = *\n[log]\nshowSignature = true\ndate = relative\n",
+    "notes and log": "[notes]\nrewriteRef = refs/notes/*\ndisplayRef = *\n"
+                     "[log]\nshowSignature = true\ndate = relative\n",
     "sha256 and bare repositories": "[init]\ndefaultObjectFormat = sha256\n[safe]\nbareRepository = explicit\n"
                                     "[extensions]\nobjectFormat = sha256\n",
-    "merge": "[merge]\nconflictStyle = zdiff3\nrenames = false\ntool = none\n[rerere]\nenabled = true\n[diff]\nrenames = false\n",
+    "merge": "[merge]\nconflictStyle = zdiff3\nrenames = false\ntool = none\n"
+             "[rerere]\nenabled = true\n[diff]\nrenames = false\n",
     "pager and editor": "[core]\npager = false\neditor = false\n[pager]\ndiff = false\n[alias]\ndiff-tree = !false\n",
 }
 BITES = ("noprefix", "mnemonic prefix", "wide context", "no context", "inter-hunk context", "order file", "colour",

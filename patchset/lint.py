@@ -1,0 +1,79 @@
+"""`apply.py lint`: every finding at once, as file:line, with the rule and what to do. Errors make it exit 1."""
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import export, lint_series
+from .errors import PatchsetError
+from .lint_rules import ERROR, RULES, Finding
+from .lock import NAME, BaseFiles, Lock
+from .pins import Pins
+from .ui import Result
+
+CLAIM = re.compile(r"\bevidence/[\w./@+-]+\.json\b")
+
+
+def run(root: Path, pins: Pins, base: BaseFiles | None = None) -> Result:
+    base = base or export.Sdists()
+    found = set(_claims(root))
+    for upstream in pins.upstreams.values():
+        found |= set(lint_series.check(root, pins, upstream, base))
+    findings = sorted(found)
+    errors = sum(finding.level == ERROR for finding in findings)
+    warnings = len(findings) - errors
+    data = {"findings": [finding.as_json() for finding in findings], "errors": errors, "warnings": warnings,
+            "rules": len(RULES)}
+    return Result(data, [*map(str, findings), f"{errors} errors, {warnings} warnings"], int(errors > 0))
+
+
+def _claims(root: Path) -> Iterator[Finding]:
+    """Every record that the README points at must exist, have passed, and come from today's lock."""
+    readme = root / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    claims = [(number, match[0]) for number, line in enumerate(text.split("\n"), 1) for match in CLAIM.finditer(line)]
+    if not claims:
+        return
+    try:
+        today = {target.digest for target in Lock.load(root).targets.values()}
+    except PatchsetError as error:
+        yield Finding(NAME, 1, "lock", error.message)
+        return
+    for number, name in claims:
+        if reason := _no_evidence(root / name, today):
+            yield Finding("README.md", number, "evidence", f"{name}: {reason}")
+
+
+def _no_evidence(path: Path, today: set[str]) -> str:
+    """Why a record does not bear out a claim, or an empty string."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "no such record"
+    except ValueError as error:
+        return f"no JSON: {error}"
+    locks = list(_locks(record))
+    if not locks:
+        return "it names no lock"
+    for lock in locks:
+        digest = lock.get("digest") if isinstance(lock, dict) else lock
+        if digest not in today:
+            return f"made with another lock ({str(digest)[:12]})"
+        if isinstance(lock, dict) and lock.get("state", "locked") != "locked":
+            return f"the engine that ran was {lock['state']}, not the locked one"
+    return "" if record.get("passed") else "the run did not pass"
+
+
+def _locks(value) -> Iterator[dict | str]:
+    """Everything that stands under a key `lock`, at any depth (prove/record.py: one an engine)."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == "lock":
+                yield inner
+            else:
+                yield from _locks(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _locks(inner)
