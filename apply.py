@@ -13,9 +13,9 @@ from pathlib import Path
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("zero-mismatch needs Python 3.11 or newer; this is " + sys.version.split()[0])
 
-from patchset import pins as pin_file  # noqa: E402  (after the version check, which older Pythons must reach)
-from patchset.errors import PatchsetError  # noqa: E402
-from patchset.ui import Result, refusal  # noqa: E402
+from patchset import pins as pin_file
+from patchset.errors import PatchsetError
+from patchset.ui import Result, refusal
 
 ROOT = Path(__file__).resolve().parent
 JSON_SCHEMA = 1

@@ -88,7 +88,11 @@ def build_target(root: Path, upstream: Upstream, release: Release, profile: Prof
                             remedy="rename the overlay module; a hook in upstream's file is a patch's work",
                             rows=[Row(path, "exists upstream", "a new path") for path in shadowing])
     with Shadow(before) as shadow:
-        offsets = {patch.slug: shadow.apply(patch) for patch in patches}
+        try:
+            offsets = {patch.slug: shadow.apply(patch) for patch in patches}
+        except ConflictError as error:
+            raise ConflictError(f"{error.message} ({upstream.distribution} {release.version})", remedy=error.remedy,
+                                rows=error.rows) from None
         shadow.tree = shadow.add(overlay)
         after, tree = shadow.files(), shadow.tree
     paths = {path: Entry(_sha(before, path), _sha(after, path), tuple(by.get(path, [OVERLAY])))

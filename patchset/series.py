@@ -167,14 +167,17 @@ def select(patches: list[Patch], profile: Profile, without: tuple[str, ...] = ()
 
 
 def overlay_files(root: Path, upstream: str) -> dict[str, Path]:
-    """Relative target path -> source file, for all of overlays/<upstream>/. Caches and hidden files stay behind."""
+    """Relative target path -> source file, for all of overlays/<upstream>/.
+
+    Caches, hidden files and the folder's own notes (*.md) stay behind: none of them is code, and none enters the lock.
+    """
     folder = root / "overlays" / upstream
     if not folder.is_dir():
         raise UsageError(f"overlays/{upstream} does not exist", remedy="create it; an empty overlay is an empty folder")
     found = {}
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
-        if "__pycache__" in relative.parts or path.suffix == ".pyc" or any(p.startswith(".") for p in relative.parts):
+        if "__pycache__" in relative.parts or path.suffix in (".pyc", ".md") or any(p.startswith(".") for p in relative.parts):
             continue
         if path.is_symlink():
             raise UsageError(f"overlays/{upstream}/{relative} is a symbolic link",

@@ -118,9 +118,9 @@ class Shadow:
                                       stdin=patch.text, index=self.index, allowed=(0, 1, 128))
         if reverse.returncode == 0:
             return absorbed(patch)
-        said = [line.removeprefix("error: ") for line in stderr.splitlines() if line.startswith("error: ")]
-        rows = [Row(*_split_error(line), "the lines the patch was written for") for line in said] or [
-            Row(path, "no such lines", "the lines the patch was written for") for path in patch.paths]
+        wanted = "the lines the patch was written for"
+        rows = [Row(path, reason, wanted) for path, reason in map(_split_error, stderr.splitlines()) if path]
+        rows = rows or [Row(path, "no such lines", wanted) for path in patch.paths]
         return ConflictError(f"{patch.upstream}/{patch.slug} does not apply", rows=rows,
                              remedy=f"apply.py rebase --upstream {patch.upstream} shows what changed under it")
 
@@ -144,11 +144,12 @@ def absorbed(patch: Patch) -> ConflictError:
 
 
 def _split_error(line: str) -> tuple[str, str]:
-    match = re.match(r"patch failed: (.+):(\d+)$", line)
-    if match:
+    """Path and reason of one line of git's errors; an empty path for the lines that only repeat it."""
+    if match := re.match(r"error: patch failed: (.+):(\d+)$", line):
         return match[1], f"other lines at {match[2]}"
-    path, _, reason = line.partition(": ")
-    return path, reason
+    if match := re.match(r"error: (.+?): (.+)$", line):
+        return ("", "") if match[2] == "patch does not apply" else (match[1], match[2])
+    return "", ""
 
 
 def _offsets(said: str) -> list[Offset]:
