@@ -8,7 +8,8 @@ import pathlib
 import sys
 import tempfile
 
-from prove import cases, recipe, rollout, ui
+from prove import bench, bisect, cases, counter, recipe, rollout, ui, unchanged, warm
+from prove.engine import EngineError
 from prove.recipe import ROOT
 
 
@@ -34,6 +35,29 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--tokens", type=int, default=20000, help="sampled tokens in the workload (default 20000)")
     one.add_argument("--contrast", action="store_true", help="the same with batch invariance off")
 
+    one = verb("bisect", "name the first layer and operator where two ways of running a request part")
+    one.add_argument("--left", default="decode", help="one way: " + ", ".join(bisect.ARMS))
+    one.add_argument("--right", default="prefill-alone", help="the other way")
+    one.add_argument("--tokens", type=int, default=400, help="sampled tokens in the workload (default 400)")
+
+    one = verb("counter", "show that each patch is needed: without it something differs")
+    one.add_argument("--site", type=pathlib.Path, required=True, help="the patched folder; re-patched for every arm")
+    one.add_argument("--patches", help="only these slugs, comma separated; other rows of the record stay")
+    one.add_argument("--tokens", type=int, default=2000, help="sampled tokens in the workload (default 2000)")
+
+    one = verb("bench", "decode throughput, batch invariance on against off, and the loss by operator")
+    one.add_argument("--concurrent", type=int, default=256, help="requests at once (default 256)")
+    one.add_argument("--prompt-tokens", type=int, default=150, help="tokens in each prompt (default 150)")
+    one.add_argument("--out-tokens", type=int, default=3000, help="tokens sampled by each (default 3000)")
+    one.add_argument("--runs", type=int, default=3, help="pairs of runs (default 3)")
+
+    one = verb("unchanged", "batch invariance off: the patched engine against the wheel as it came")
+    one.add_argument("--pristine", type=pathlib.Path, required=True, help="a folder that holds the untouched vllm")
+    one.add_argument("--tokens", type=int, default=2000, help="sampled tokens compared (default 2000)")
+    one.add_argument("--concurrent", type=int, default=256, help="requests at once when timing (default 256)")
+    one.add_argument("--out-tokens", type=int, default=512, help="tokens sampled by each when timing (default 512)")
+    one.add_argument("--runs", type=int, default=3, help="pairs of runs (default 3)")
+
     one = verb("warm", "fill the JIT caches and say where the time goes")
     one.add_argument("--off", action="store_true", help="also the kernels used with batch invariance off")
     return top
@@ -49,29 +73,42 @@ def environment(args) -> dict[str, str]:
     return fixed
 
 
-def do_rollout(args, screen: ui.UI) -> dict:
-    names = args.cases.split(",") if args.cases else None
-    return rollout.rollout(
-        recipe.load(args.recipe, args.tiny), screen, names=names, tokens=args.tokens, invariant=not args.contrast,
-        out=args.out, logs=args.logs, budget=args.budget, env=environment(args),
-        verb="contrast" if args.contrast else "rollout")
-
-
-def do_warm(args, screen: ui.UI) -> dict:
-    from prove import warm
-
-    return warm.warm(recipe.load(args.recipe, args.tiny), screen, out=args.out, logs=args.logs, budget=args.budget,
-                     env=environment(args), modes=[True, False] if args.off else [True])
+def run(args, screen: ui.UI) -> dict:
+    made = recipe.load(args.recipe, args.tiny)
+    common = {"out": args.out, "logs": args.logs, "budget": args.budget, "env": environment(args)}
+    match args.verb:
+        case "rollout":
+            return rollout.rollout(made, screen, names=args.cases.split(",") if args.cases else None,
+                                   tokens=args.tokens, invariant=not args.contrast,
+                                   verb="contrast" if args.contrast else "rollout", **common)
+        case "bisect":
+            return bisect.bisect(made, screen, arms=(args.left, args.right), tokens=args.tokens, invariant=True,
+                                 **common)
+        case "counter":
+            return counter.counter(made, screen, site=args.site, tokens=args.tokens,
+                                   patches=args.patches.split(",") if args.patches else None, **common)
+        case "bench":
+            return bench.bench(made, screen, concurrent=args.concurrent, prompt_tokens=args.prompt_tokens,
+                               out_tokens=args.out_tokens, runs=args.runs, **common)
+        case "unchanged":
+            return unchanged.unchanged(made, screen, pristine=args.pristine, tokens=args.tokens,
+                                       concurrent=args.concurrent, out_tokens=args.out_tokens, runs=args.runs,
+                                       **common)
+        case "warm":
+            return warm.warm(made, screen, modes=[True, False] if args.off else [True], **common)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     screen = ui.UI(json_only=args.json)
     try:
-        data = {"rollout": do_rollout, "warm": do_warm}[args.verb](args, screen)
+        data = run(args, screen)
     except ValueError as error:
         print(f"prove {args.verb}: {error}", file=sys.stderr)
         return 2
+    except EngineError as error:
+        print(f"prove {args.verb}: {error}", file=sys.stderr)
+        return 1
     if args.json:
         print(json.dumps(data, indent=1))
     else:

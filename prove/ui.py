@@ -29,11 +29,10 @@ class UI:
     @contextlib.contextmanager
     def bar(self, title: str, total: int):
         """Yields a function that advances the bar and renames it."""
-        if not self.terminal:
+        progress = _rich_progress() if self.terminal else None
+        if progress is None:
             yield lambda text="": None
             return
-        from rich import progress
-
         with progress.Progress(progress.TextColumn("{task.description}"), progress.BarColumn(),
                                progress.MofNCompleteColumn(), progress.TimeElapsedColumn()) as bars:
             self.progress = bars
@@ -42,6 +41,15 @@ class UI:
                 yield lambda text="": bars.update(task, advance=1, description=text or title)
             finally:
                 self.progress = None
+
+
+def _rich_progress():
+    """rich.progress, or None where rich is not installed: then the rows alone are the progress."""
+    try:
+        from rich import progress
+    except ImportError:
+        return None
+    return progress
 
 
 def table(headings: list[str], rows: list[list]) -> str:

@@ -92,6 +92,21 @@ class Backend:
             seconds = time.monotonic() - started
         return {"answers": answers, "seconds": round(seconds, 3), **steps.summary()}
 
+    def op_bench(self, *, requests: list[dict], profile_steps: int = 0) -> dict:
+        """Throughput of answering `requests` together. Decode is timed over the steps in which every request decodes,
+        each request still running; profile_steps > 0 profiles that many of them instead of timing."""
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
+        clock = Clock(self.runner, rows=len(requests), profile_steps=profile_steps)
+        for request in requests:
+            self._add(request)
+        tokens, started = 0, time.perf_counter()
+        with clock:
+            while self.engine.has_unfinished_requests():
+                tokens += sum(len(output.outputs[0].token_ids) for output in self.engine.step())
+        seconds = time.perf_counter() - started
+        return {"tokens": tokens, "seconds": seconds, **clock.summary()}
+
     def op_trace(self, *, watch: str, limit: int, functions: list[str], keep: str | None = None,
                  keep_position: int | None = None, arm: str = "left", **run) -> dict:
         """A run with every watched call hashed, for one request's positions up to `limit`. `keep` names a site whose
@@ -171,7 +186,8 @@ class Backend:
         wants_prompt = request.get("prompt_logprobs", False)
         params = SamplingParams(
             temperature=request.get("temperature", 1.0), seed=request["seed"], max_tokens=request["max_tokens"],
-            ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0 if wants_prompt else None,
+            ignore_eos=True, detokenize=False, logprobs=0 if request.get("logprobs", True) else None,
+            prompt_logprobs=0 if wants_prompt else None,
             flat_logprobs=True, skip_reading_prefix_cache=not request.get("read_cache", False),
             output_kind=RequestOutputKind.FINAL_ONLY)
         name = f"{request['id']}.{self.counter}"
@@ -206,6 +222,59 @@ class Backend:
         finally:
             if manager is not None:
                 manager._graphs_captured = captured
+
+
+class Clock:
+    """Times, or profiles, the steps of a run in which `rows` requests all decode."""
+
+    def __init__(self, runner, rows: int, profile_steps: int):
+        self.runner, self.rows, self.profile_steps = runner, rows, profile_steps
+        self.times: list[float] = []
+        self.profiler, self.kernels, self.profiled = None, [], 0
+
+    def __enter__(self) -> Clock:
+        self.execute = self.runner.execute_model
+        self.runner.execute_model = self._step
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.runner.execute_model = self.execute
+        if self.profiler is not None:
+            self._stop()
+
+    def _step(self, scheduler_output, *args, **kwargs):
+        counts = scheduler_output.num_scheduled_tokens
+        if len(counts) == self.rows == scheduler_output.total_num_scheduled_tokens:
+            self.times.append(time.perf_counter())
+            if self.profile_steps and len(self.times) == 20:  # by now the pipeline is full and the clocks are up
+                self._start()
+            elif self.profiler is not None:
+                self.profiled += 1
+                if self.profiled == self.profile_steps:
+                    self._stop()
+        return self.execute(scheduler_output, *args, **kwargs)
+
+    def _start(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self.profiler.start()
+
+    def _stop(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        self.profiler.stop()
+        self.kernels = [{"name": e.key, "count": e.count, "us": e.self_device_time_total}
+                        for e in self.profiler.key_averages() if e.self_device_time_total > 0]
+        self.profiler = None
+
+    def summary(self) -> dict:
+        times = self.times
+        decode = (len(times) - 1) * self.rows / (times[-1] - times[0]) if len(times) > 1 else 0.0
+        return {"decode_steps": len(times), "decode_tokens_per_second": decode, "kernels": self.kernels,
+                "profiled_steps": self.profiled}
 
 
 class Steps:

@@ -1,7 +1,8 @@
 """A backend for prove.engine that needs no GPU: a "model" whose next token is a pure function of the tokens before it.
 
 flags["fault"] plants what the harness must notice: "batch" lets a logprob depend on how many requests run together,
-"phase" lets prefill differ from decode in one place, "nan", "lost" (an answer is missing), "hang", "die", "raise".
+"phase" lets prefill differ from decode in one place, "nan", "lost" (an answer is missing), "hang", "die", "raise",
+"patched differs" (not from a folder named pristine), "unstable" (long prompts answer differently every time).
 """
 import os
 import struct
@@ -24,14 +25,28 @@ class Backend:
     def __init__(self, *, model, flags, weights_script=None, emit=None):
         self.fault, self.vocab = flags.get("fault"), 97
         self.eager = flags.get("enforce_eager", False)
+        invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+        self.rate, self.slow = (900.0, 80.0) if invariant else (1000.0, 50.0)
+        if self.fault == "patched differs" and "pristine" in os.environ["PYTHONPATH"]:
+            self.fault = None
         if self.fault == "no start":
             raise ValueError("the engine refuses: TP > 1")
+        if self.fault == "refuse":
+            raise ValueError("VLLM batch_invariant mode is not supported")
         emit({"event": "log", "text": "fake started"})
 
     def info(self):
         return {"versions": {"vllm": "fake"}, "gpu": "none", "vllm_path": os.environ["FAKE_SITE"] + "/vllm",
                 "start_seconds": 0.0, "cache_block": BLOCK, "max_model_len": 8192, "max_num_seqs": 256,
                 "weights": "00"}
+
+    def op_bench(self, *, requests, profile_steps=0):
+        tokens = sum(r["max_tokens"] for r in requests)
+        kernels = [{"name": "sm90_fp8_gemm_1d2d_impl", "count": 1, "us": 100.0 * profile_steps},
+                   {"name": "flash_fwd_splitkv_mla", "count": 1, "us": self.slow * profile_steps}]
+        return {"tokens": tokens, "seconds": tokens / self.rate, "decode_steps": 5,
+                "decode_tokens_per_second": self.rate, "kernels": kernels if profile_steps else [],
+                "profiled_steps": profile_steps}
 
     def op_run(self, *, requests, chunk=None, graphs="on", preempt_at=(), fresh=True, one_by_one=False,
                keep_blocks=None):
@@ -41,6 +56,7 @@ class Backend:
             os._exit(3)
         if self.fault == "raise":
             raise RuntimeError("CUDA error: an illegal memory access")
+        self.calls = getattr(self, "calls", 0) + 1
         together = 1 if one_by_one else len(requests)
         answers = {r["id"]: self._answer(r, together) for r in requests}
         if self.fault == "lost":
@@ -62,6 +78,10 @@ class Backend:
             prefix += struct.pack("<q", token)
         if self.fault == "batch" and together > 1 and len(prompt) == 257:
             out[3] ^= 1
+        if self.fault == "patched differs":
+            out[0] ^= 1
+        if self.fault == "unstable" and len(prompt) > 200:
+            out[0] ^= os.getpid() % 251 + self.calls
         if self.fault == "nan":
             out[0] = 0x7FC00000
         answer = {"tokens": pack(np.asarray(tokens, np.int64)), "words": pack(np.asarray(out, np.uint32)),

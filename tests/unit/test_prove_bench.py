@@ -1,0 +1,97 @@
+"""Throughput and unchanged-ness on a fake engine: ratios of pairs, the operator table, what counts as noise."""
+import hashlib
+import json
+import pathlib
+
+import pytest
+
+from prove import bench, recipe, record, ui, unchanged
+
+FAKE = str(pathlib.Path(__file__).with_name("prove_fake.py"))
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A recipe on the fake engine, whose site is the locked tree (or the pristine one, for an engine told so)."""
+    for folder, text in (("site", "new"), ("pristine", "old")):
+        path = tmp_path / folder / "vllm" / "m.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    sha = {text: hashlib.sha256(text.encode()).hexdigest() for text in ("old", "new")}
+    lock = tmp_path / "patchset.lock"
+    lock.write_text(json.dumps({"targets": {"vllm@0/all": {
+        "digest": "d", "paths": {"vllm/m.py": {"before": sha["old"], "after": sha["new"]}}}}}))
+    bind = record.bind
+    monkeypatch.setattr(record, "bind", lambda folder: bind(folder, lock_path=lock))
+
+    def make(fault=None, floor=0.88):
+        return recipe.Recipe("fake", tmp_path, False, {
+            "model": {"path": "m", "vocab": 97}, "engine": {"fault": fault},
+            "bench": {"floor": floor, "operators": {"dense": "fp8_gemm", "attention": "mla"}}})
+    return make
+
+
+def run_bench(made, tmp_path, **changes):
+    return bench.bench(made, ui.UI(json_only=True), **{
+        "concurrent": 4, "prompt_tokens": 5, "out_tokens": 10, "runs": 3, "out": tmp_path, "logs": tmp_path / "logs",
+        "budget": 100.0, "env": {"FAKE_SITE": str(tmp_path / "site")}, "backend": FAKE, **changes})
+
+
+def run_unchanged(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "Pair", pair_with_own_sites(tmp_path))
+    monkeypatch.setattr(unchanged, "Pair", bench.Pair)
+    return unchanged.unchanged(made, ui.UI(json_only=True), pristine=tmp_path / "pristine", tokens=100, concurrent=4,
+                               out_tokens=10, runs=2, out=tmp_path, logs=tmp_path / "logs", budget=100.0,
+                               env={}, backend=FAKE)
+
+
+def pair_with_own_sites(tmp_path):
+    class OwnSites(bench.Pair):
+        """The fake engine is told its site by a variable; the real one's site follows from PYTHONPATH."""
+        def __init__(self, sides, *arguments, **named):
+            sides = {name: (start, env | {"FAKE_SITE": str(tmp_path / ("pristine" if "PYTHONPATH" in env else "site"))})
+                     for name, (start, env) in sides.items()}
+            super().__init__(sides, *arguments, **named)
+    return OwnSites
+
+
+def test_the_ratio_is_of_pairs_and_the_loss_is_shared_out(made, tmp_path):
+    data = run_bench(made(), tmp_path)
+    assert data["ratio"] == pytest.approx(0.9) and data["pairs"] == pytest.approx([0.9] * 3) and data["passed"]
+    assert [(r["operator"], r["off_us"], r["on_us"], r["share"]) for r in data["operators"]] == [
+        ("attention", 50.0, 80.0, 1.0), ("dense", 100.0, 100.0, 0.0), ("other", 0.0, 0.0, 0.0)]
+    assert [(r["side"], r["run"]) for r in data["rows"]] == [
+        ("off", 0), ("on", 0), ("on", 1), ("off", 1), ("off", 2), ("on", 2)]
+
+
+def test_below_the_floor_does_not_pass(made, tmp_path):
+    data = run_bench(made(floor=0.95), tmp_path)
+    assert data["complete"] and not data["passed"]
+
+
+def test_the_spread_of_the_baseline_is_reported():
+    runs = {"off": [{"decode_tokens_per_second": v} for v in (100.0, 110.0, 90.0)],
+            "on": [{"decode_tokens_per_second": v} for v in (99.0, 99.0, 99.0)]}
+    found = bench.summary(runs)
+    assert found["spread"] == pytest.approx(0.2) and found["ratio"] == pytest.approx(0.99) and found["off"] == 100.0
+
+
+def test_an_unmatched_kernel_is_other_and_the_first_pattern_decides():
+    kernels = [{"name": "a_gemm_b", "us": 6.0}, {"name": "gather", "us": 2.0}, {"name": "x", "us": 4.0}]
+    assert bench.by_operator(kernels, 2, {"gemm": "gemm", "all": "ga|gemm"}) == {"gemm": 3.0, "all": 1.0, "other": 2.0}
+
+
+def test_the_untouched_and_the_patched_engine_agree(made, tmp_path, monkeypatch):
+    data = run_unchanged(made(), tmp_path, monkeypatch)
+    assert data["complete"] and data["passed"] and data["rows"][0]["differing_words"] == 0
+    assert {n: e["lock"]["state"] for n, e in data["engines"].items()} == {"off": "pristine", "on": "locked"}
+
+
+def test_a_patch_that_changes_a_value_while_off_is_found(made, tmp_path, monkeypatch):
+    data = run_unchanged(made("patched differs"), tmp_path, monkeypatch)
+    assert not data["passed"] and data["rows"][0]["differing_words"] > 0
+
+
+def test_what_the_wheel_answers_differently_each_time_is_not_held_against_the_patches(made, tmp_path, monkeypatch):
+    row = run_unchanged(made("unstable"), tmp_path, monkeypatch)["rows"][0]
+    assert 0 < row["stable_requests"] < row["requests"] and row["equal"]
