@@ -16,7 +16,7 @@ from .rebase_release import ReleaseTree
 from .rebase_replay import Replay
 from .rebase_report import Rebase
 from .series import Patch
-from .shadow import Shadow
+from .shadow import File, Shadow
 from .ui import Result
 
 
@@ -65,7 +65,9 @@ def replay(root: Path, upstream: Upstream, old: ReleaseTree, new: ReleaseTree, o
         git = Merger(shadow)
         done.renamed = rebase_release.renamed(git, old, new, named)
         targets = {path: name for path, (name, _) in done.renamed.items()}
-        play = Replay(shadow, new.files.get, targets, (old.version, new.version))
+        overlay = {path: File(file.read_bytes()) for path, file in series.overlay_files(root, upstream.name).items()}
+        play = Replay(shadow, (old.files.get, new.files.get), (old.version, new.version), targets, upstream.package,
+                      overlay)
         python = new.python
         texts = {}
         with progress.bar(f"replay {upstream.name} on {new.version}", len(patches), unit="patches") as advance:
@@ -81,6 +83,7 @@ def replay(root: Path, upstream: Upstream, old: ReleaseTree, new: ReleaseTree, o
                     rebase_write.write_conflict(folder, result.sides)
                     done.conflicts[patch.slug] = folder
                 advance(1)
+        done.overlay = play.overlay_imports()
     done.proposals = rebase_write.write_proposals(out / "patches" / upstream.name, texts, new.version)
     if apply_proposals:
         ready = {r.patch.slug: texts[r.patch.slug] for r in done.patches

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from . import rebase_names, sentinel
 from . import rebase_verdicts as verdicts
-from . import sentinel
 from .rebase_merge import Merger, sections
 from .rebase_verdicts import (
     ABSORBED,
@@ -31,6 +31,7 @@ from .rebase_verdicts import (
 from .series import Patch
 from .shadow import File, Files, Shadow
 
+NAME_GONE = "name gone"
 REBASED_FROM = "Rebased-From"  # trailer of <slug>@<version>.patch: the base release, and the digest of the base patch
 WORST_FIRST = (DELETED, CONFLICT, PARTLY, MOVED, MERGED, OFFSET, CLEAN)
 SAME_BODY = re.compile(r"^(.+)::\S+ \(same body\)$")
@@ -48,6 +49,7 @@ class PatchResult:
     files: list[FileResult]
     findings: list[sentinel.Finding]
     contract_read: str = ""  # why a person found the findings harmless
+    names: list[str] = field(default_factory=list)  # what the carried lines use and the release lacks
     blocked_by: list[str] = field(default_factory=list)
     resolved: str = ""  # the file or folder in which a person settled it
     notes: list[str] = field(default_factory=list)
@@ -57,6 +59,8 @@ class PatchResult:
 
     @property
     def verdict(self) -> str:
+        if self.names:
+            return NAME_GONE
         if self.resolved:
             return RESOLVED
         if self.blocked_by:
@@ -70,6 +74,7 @@ class PatchResult:
         return self.verdict not in READY
 
 
+Release = Callable[[str], File | None]
 Settled = Callable[[PatchResult], tuple[str, Files] | None]
 
 
@@ -84,11 +89,13 @@ def overall(files: list[FileResult]) -> str:
 
 
 class Replay:
-    """`shadow` holds the old release's files; `release` gives those of the new one; `targets` maps renamed files."""
+    """`shadow` holds the old release's files that the series touches; `releases` give any file of the old and the new
+    one; `targets` maps renamed files; `overlay` holds our own modules, which `package` contains in both."""
 
-    def __init__(self, shadow: Shadow, release: Callable[[str], File | None], targets: dict[str, str],
-                 versions: tuple[str, str]):
-        self.chain, self.release, self.targets, self.versions = shadow, release, targets, versions
+    def __init__(self, shadow: Shadow, releases: tuple[Release, Release], versions: tuple[str, str],
+                 targets: dict[str, str], package: str, overlay: Files):
+        self.chain, self.releases, self.versions, self.targets = shadow, releases, versions, targets
+        self.package, self.overlay = package, overlay
         self.old = dict(shadow.base)
         self.git = Merger(shadow)
         self.changed: dict[str, File | None] = {}  # files of the new release that a patch carried over has changed
@@ -96,7 +103,7 @@ class Replay:
         self.failed: set[str] = set()
 
     def now(self, path: str) -> File | None:
-        return self.changed[path] if path in self.changed else self.release(path)
+        return self.changed[path] if path in self.changed else self.releases[1](path)
 
     def step(self, patch: Patch, findings: list[sentinel.Finding], written: Patch | None,
              settled: Settled) -> PatchResult:
@@ -122,8 +129,44 @@ class Replay:
             self.failed.add(patch.slug)
             result.after = result.before
         self.changed |= {path: result.after.get(path) for path in {*result.before, *result.after}}
+        if result.verdict not in FAILED:
+            result.names = self._names(result, base, patched)
         self._advance(patch, patched)
         return result
+
+    def _names(self, result: PatchResult, base: Files, patched: Files) -> list[str]:
+        """Names that the carried lines lack; not by likeness of words if a person wrote them for this release."""
+        found = []
+        sources = self._source(self.old.get, self.releases[0]), self._source(self.now)
+        twins = {file.target: patched.get(file.path) for file in result.files}
+        for path, file in result.after.items():
+            before = result.before.get(path)
+            if path.endswith(".py") and file != before:
+                others = [other.data for other in (before, twins.get(path)) if other]
+                found += rebase_names.broken(file.data, others, path, self.package, *sources)
+        for file in [] if result.resolved else result.files:
+            upstream = result.before.get(file.target)
+            if file.path.endswith(".py") and file.path in base and file.path in patched and upstream:
+                groups = self.git.groups(base[file.path], patched[file.path])
+                gone = rebase_names.gone_words(patched[file.path].data, groups, base[file.path].data, upstream.data)
+                found += [f"{file.target}: the release's file no longer has the word {word}" for word in sorted(gone)]
+        return found
+
+    def overlay_imports(self) -> list[str]:
+        """Imports of our own modules that the old release satisfied and the new one, as carried, does not."""
+        old, new = self._source(self.old.get, self.releases[0]), self._source(self.now)
+        return [f"{path}: {name} is not there to import" for path, file in sorted(self.overlay.items())
+                if path.endswith(".py") for name in rebase_names.lost_imports(file.data, self.package, old, new)]
+
+    def _source(self, *releases: Release) -> rebase_names.Source:
+        """The bytes of a path in the overlay or the first release that has it."""
+        def read(path: str) -> bytes | None:
+            for release in (self.overlay.get, *releases):
+                if file := release(path):
+                    return file.data
+            return None
+
+        return read
 
     def _judge(self, patch: Patch, base: Files, patched: Files, findings) -> PatchResult:
         files = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .export import replace_file
-from .rebase_replay import PatchResult
+from .rebase_replay import NAME_GONE, PatchResult
 from .rebase_verdicts import ABSORBED, BLOCKED, CLEAN, CONFLICT, DELETED, MERGED, MOVED, OFFSET, PARTLY
 from .sentinel import CHANGED, GONE, READ, digest
 from .ui import Result, table
@@ -15,7 +15,8 @@ from .ui import Result, table
 
 @dataclass
 class Rebase:
-    """The outcome. `renamed`: old path -> (new path, similarity). `proposals` and `installed`: slug -> file."""
+    """The outcome. `renamed`: old path -> (new path, similarity). `proposals` and `installed`: slug -> file. `overlay`:
+    imports of our own modules that the new release does not satisfy."""
 
     upstream: str
     old: str
@@ -25,12 +26,13 @@ class Rebase:
     proposals: dict[str, Path] = field(default_factory=dict)
     installed: dict[str, Path] = field(default_factory=dict)
     conflicts: dict[str, Path] = field(default_factory=dict)
+    overlay: list[str] = field(default_factory=list)
     sdist: str = ""  # digest of the new release's sdist
     pinned: bool = True
 
     @property
     def exit_code(self) -> int:
-        return 3 if any(result.needs_person for result in self.patches) else 0
+        return 3 if self.overlay or any(result.needs_person for result in self.patches) else 0
 
 
 TODO = {
@@ -41,6 +43,7 @@ TODO = {
     DELETED: "find where the code went; write the files it needs into conflicts/<patch>/merged, then as for a conflict",
     BLOCKED: "settle the patch that blocks it first",
     CHANGED: "read what changed (report.md shows it); if the patch still holds, add to its trailers:",
+    NAME_GONE: "see what the release calls it now, and write the patch for this release by hand",
     GONE: "find what took the symbol's place; name it in Anchors, or rewrite the patch",
 }
 
@@ -60,6 +63,7 @@ def as_json(done: Rebase, root: Path) -> dict:
     return {
         "upstream": done.upstream, "from": done.old, "to": done.new,
         "sdist": done.sdist, "pinned": done.pinned,
+        "overlay": done.overlay,
         "counts": dict(Counter(result.verdict for result in done.patches)),
         "renamed": {path: {"to": name, "similarity": same} for path, (name, same) in done.renamed.items()},
         "patches": [_patch_json(done, result, root) for result in done.patches],
@@ -71,7 +75,7 @@ def _patch_json(done: Rebase, result: PatchResult, root: Path) -> dict:
     places = {"proposal": done.proposals, "installed": done.installed, "conflict": done.conflicts}
     return {
         "slug": slug, "verdict": result.verdict, "lines": result.text, "needs_person": result.needs_person,
-        "blocked_by": result.blocked_by, "resolved": result.resolved, "notes": result.notes,
+        "blocked_by": result.blocked_by, "resolved": result.resolved, "notes": result.notes, "names": result.names,
         "contract": digest(result.findings) if result.findings else None, "contract_read": result.contract_read,
         "files": [file.as_json() for file in result.files],
         "sentinel": [finding.as_json() for finding in result.findings],
@@ -99,6 +103,8 @@ def text(done: Rebase, root: Path) -> list[str]:
         if result.needs_person:
             lines += ["", f"{result.patch.slug}: {result.verdict}", *("  " + line for line in _details(result))]
             lines.append(f"  what to do: {_todo(done, result)}")
+    if done.overlay:
+        lines += ["", "the overlay leans on what this release lacks:", *("  " + line for line in done.overlay)]
     if done.installed:
         lines += ["", "installed: " + ", ".join(_relative(path, root) for path in done.installed.values())]
     return lines
@@ -112,18 +118,25 @@ def _todo(done: Rebase, result: PatchResult) -> str:
 
 def brief(result: PatchResult) -> str:
     """One line of evidence."""
+    if result.names:
+        return f"{_some(result.names)}; its lines: {result.text}"
     if result.resolved:
         return "; ".join([f"by {result.resolved}", f"without it: {result.text}", *result.notes])
     if result.blocked_by:
         return f"by {', '.join(result.blocked_by)}; its own lines: {result.text}"
     if result.verdict in (CHANGED, GONE):
-        return "; ".join(dict.fromkeys(finding.symbol for finding in result.findings)) + f"; its lines: {result.text}"
+        return f"{_some([f.symbol.rpartition('::')[2] for f in result.findings])}; its lines: {result.text}"
     said = [f"contract changed, read: {result.contract_read}"] if result.contract_read else []
     if result.text == OFFSET:
         said += [f"{o.path} hunk {o.hunk} at {o.line} ({o.lines:+d})" for f in result.files for o in f.offsets]
     elif result.text != CLEAN:
         said += map(_file_brief, [f for f in result.files if f.verdict == result.text] or result.files)
     return "; ".join(said)
+
+
+def _some(words: list[str], most: int = 3) -> str:
+    words = list(dict.fromkeys(words))
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def _file_brief(file) -> str:
@@ -134,7 +147,7 @@ def _file_brief(file) -> str:
 
 
 def _details(result: PatchResult, upstream_changes: bool = False) -> list[str]:
-    lines = [*result.notes]
+    lines = [*result.notes, *result.names]
     for file in result.files:
         lines.append(f"{file.target}: {file.verdict}" + "".join(f"; {said}" for said in file.evidence))
         for hunk in file.hunks:
@@ -155,6 +168,8 @@ def markdown(done: Rebase, root: Path) -> list[str]:
     if done.renamed:
         lines += ["Renamed between the releases:", ""]
         lines += [f"- `{path}` -> `{name}` ({same}% alike)" for path, (name, same) in done.renamed.items()] + [""]
+    if done.overlay:
+        lines += ["The overlay leans on what this release lacks:", "", *(f"- {line}" for line in done.overlay), ""]
     lines += ["| patch | verdict | evidence |", "| --- | --- | --- |"]
     lines += [f"| {r.patch.slug} | {r.verdict} | {brief(r).replace('|', chr(92) + '|')} |" for r in done.patches]
     for result in done.patches:
