@@ -176,6 +176,9 @@ def _hunk(lines: list[bytes], at: int, where: str) -> tuple[Hunk, int]:
         raise ConflictError(
             f"{where}: corrupt hunk at line {at + 1} of the diff: its header and its lines differ by {old_left} old "
             f"and {new_left} new", remedy="take the patch again from its tree with apply.py refresh")
+    if not any(line[:1] in (b"+", b"-") for line in body):
+        raise ConflictError(f"{where}: the hunk at line {at + 1} of the diff changes nothing",
+                            remedy="take the patch again from its tree with apply.py refresh")
     section = match[5].decode("utf-8", "replace").strip()
     hunk = Hunk(int(match[1]), old_count, int(match[3]), new_count, section, tuple(body), line=at + 1)
     return hunk, at + 1 + len(body)

@@ -1,12 +1,11 @@
 """`apply.py lint`: every finding at once, as file:line, with the rule and what to do. Errors make it exit 1."""
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import export, lint_series
+from . import evidence, export, lint_series
 from .errors import PatchsetError
 from .lint_rules import ERROR, RULES, Finding
 from .lock import NAME, BaseFiles, Lock
@@ -42,38 +41,5 @@ def _claims(root: Path) -> Iterator[Finding]:
         yield Finding(NAME, 1, "lock", error.message)
         return
     for number, name in claims:
-        if reason := _no_evidence(root / name, today):
+        if reason := evidence.why_not(root / name, today):
             yield Finding("README.md", number, "evidence", f"{name}: {reason}")
-
-
-def _no_evidence(path: Path, today: set[str]) -> str:
-    """Why a record does not bear out a claim, or an empty string."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return "no such record"
-    except ValueError as error:
-        return f"no JSON: {error}"
-    locks = list(_locks(record))
-    if not locks:
-        return "it names no lock"
-    for lock in locks:
-        digest = lock.get("digest") if isinstance(lock, dict) else lock
-        if digest not in today:
-            return f"made with another lock ({str(digest)[:12]})"
-        if isinstance(lock, dict) and lock.get("state", "locked") != "locked":
-            return f"the engine that ran was {lock['state']}, not the locked one"
-    return "" if record.get("passed") else "the run did not pass"
-
-
-def _locks(value) -> Iterator[dict | str]:
-    """Everything that stands under a key `lock`, at any depth (prove/record.py: one an engine)."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if key == "lock":
-                yield inner
-            else:
-                yield from _locks(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _locks(inner)

@@ -107,6 +107,7 @@ def test_other_prefixes_renames_and_crlf_headers_are_refused(line):
     (b" three\n", b" three\n+a fourth\n"),  # git apply takes this and drops the last line
     (b" three\n", b" three\nrubbish\n"),
     (b"+2\n", b"2\n"),
+    (b"@@ -1,3 +1,4 @@ def f():\n one\n-two\n+2\n+2.5\n three\n", b"@@ -1,2 +1,2 @@\n one\n three\n"),
     (b"--- a/toy/x.py", b"--- a/toy/y.py"),
     (b"index ", b"similarity index 90%\nindex "),
     (b"index ", b"rename from a\nindex "),

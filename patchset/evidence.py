@@ -1,0 +1,63 @@
+"""The records of evidence/: whether one still bears out a claim, and what the two-arm proof said of each patch."""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def why_not(path: Path, today: set[str]) -> str:
+    """Why a record does not bear out a claim, or an empty string. today: the digests of the lock's entries."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "no such record"
+    except ValueError as error:
+        return f"no JSON: {error}"
+    if not isinstance(record, dict):
+        return "no record"
+    if reason := _unlocked(record, today):
+        return reason
+    return "" if record.get("passed") is True else "the run did not pass"
+
+
+def _unlocked(record: dict, today: set[str]) -> str:
+    locks = list(_locks(record))
+    if not locks:
+        return "it names no lock"
+    for lock in locks:
+        digest = lock.get("digest") if isinstance(lock, dict) else lock
+        if digest not in today:
+            return f"made with another lock ({str(digest)[:12]})"
+        if isinstance(lock, dict) and lock.get("state", "locked") != "locked":
+            return f"the engine that ran was {lock['state']}, not the locked one"
+    return ""
+
+
+def _locks(value) -> Iterator[dict | str]:
+    """Everything that stands under a key `lock`, at any depth (prove/record.py: one an engine)."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == "lock":
+                yield inner
+            else:
+                yield from _locks(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _locks(inner)
+
+
+def verdicts(root: Path, today: set[str]) -> dict[str, list[dict]]:
+    """Slug -> what each record of `prove counter` says of it: record, state, and whether today's lock made it."""
+    found: dict[str, list[dict]] = {}
+    for path in sorted((root / "evidence").glob("*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            rows = [row for row in record.get("rows", []) if isinstance(row, dict) and "patch" in row]
+        except (ValueError, AttributeError, TypeError):
+            continue  # lint names it as soon as something is claimed with it
+        for row in rows:
+            said = {"record": path.relative_to(root).as_posix(), "state": row.get("state", ""),
+                    "current": not _unlocked(record, today)}
+            found.setdefault(row["patch"], []).append(said)
+    return found
