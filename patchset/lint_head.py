@@ -17,10 +17,11 @@ from .shadow import Files
 SUBJECT_MAX = 110   # with "Subject: " it fits the 120 columns of every other line
 BODY_MIN = 20       # words; less does not say why
 SINGLE = {"Upstream-Status", "Upstream-PR", "Arch", "Drop-When", "Load-Bearing"}
-OPTIONAL = {"Depends-On"}
+OPTIONAL = {"Depends-On", "Contract-Read", "Rebased-From"}
 STATUS = re.compile(r"Pending|(Submitted|Backport|Denied|Inappropriate|Inactive-Upstream) \[[^][]*\w[^][]*\]")
 PR = re.compile(r"none|https://\S+")
 LOAD_BEARING = re.compile(r"(yes|no) (—|--?) \S.{7,}")
+CONTRACT_READ = re.compile(r"\S+ [0-9a-f]{12} (—|--?) \S.{7,}")
 SOURCE = re.compile(r"[\w/.]+\.\w+:\d+|:\d+")
 
 
@@ -29,7 +30,8 @@ def check(patch: Patch, pins: Pins, root: Path, pristine: Files) -> Iterator[Fou
     yield from _text(patch)
     yield from _trailers(patch)
     for name, pattern, rule in (("Upstream-Status", STATUS, "upstream-status"), ("Upstream-PR", PR, "upstream-pr"),
-                                ("Load-Bearing", LOAD_BEARING, "load-bearing")):
+                                ("Load-Bearing", LOAD_BEARING, "load-bearing"),
+                                (sentinel.READ, CONTRACT_READ, "contract-read")):
         for line, value in values(patch, name):
             if not pattern.fullmatch(value):
                 yield line, rule, f"{name} is {value!r}"

@@ -8,7 +8,7 @@ RULES: dict[str, tuple[str, str]] = {
     # the series
     "series": (ERROR, "one existing slug a line, each once, in patches/<upstream>/series"),
     "unlisted": (ERROR, "add the slug to the series, or delete the file"),
-    "variant": (ERROR, "a variant is <slug>@<version>.patch of a listed slug and a pinned release; else delete it"),
+    "variant": (ERROR, "a variant is <slug>@<version>.patch, for a pinned release; delete it, or rebase it again"),
     "draft": (ERROR, "make its edits in the applied tree, then apply.py refresh SLUG; or delete the draft"),
     "unreadable": (ERROR, "take the patch again from its tree with apply.py refresh"),
     "applies": (ERROR, "apply.py rebase shows what changed under it; an absorbed patch leaves the series"),
@@ -30,6 +30,7 @@ RULES: dict[str, tuple[str, str]] = {
     "load-bearing": (ERROR, "'yes — what breaks without it' or 'no — why it is there all the same'"),
     "test": (ERROR, "name an existing test as path.py::test_name"),
     "anchor": (ERROR, "name a symbol of the pristine release as path.py::Class.method"),
+    "contract-read": (ERROR, "'<version> <digest> — why it is harmless', as apply.py rebase prints it"),
     # the diff
     "path": (ERROR, "a patch names plain relative paths, each once"),
     "link": (ERROR, "carry plain files only; no symbolic link, no submodule"),

@@ -11,6 +11,7 @@ from .lint_rules import Finding
 from .lock import BaseFiles
 from .ownership import Ownership
 from .pins import Pins, Release, Upstream
+from .rebase_replay import REBASED_FROM, state_of
 from .series import Patch
 from .shadow import Shadow
 
@@ -71,6 +72,7 @@ def _release(root: Path, pins: Pins, upstream: Upstream, release: Release, patch
                 found += lint_head.check(patch, pins, root, pristine)
                 found += lint_diff.check(patch)
                 found += _order(patch, order[:number])
+                found += _stale(root, patch)
                 if (other := subjects.setdefault(patch.subject, patch.slug)) != patch.slug:
                     found.append((4, "duplicate-claim", f"{other} has the same subject"))
             before = shadow.tree
@@ -89,6 +91,14 @@ def _release(root: Path, pins: Pins, upstream: Upstream, release: Release, patch
                               for line, slug in _undeclared(patch, patches[:number], leans)]
                 files = after
             yield from (Finding(name, *one) for one in found)
+
+
+def _stale(root: Path, patch: Patch) -> Iterator[lint_diff.Found]:
+    """A patch for one release names the state of the patch that it was made from."""
+    for line, value in lint_head.values(patch, REBASED_FROM):
+        base, _, state = value.partition(" ")
+        if state != state_of(series.load_one(root, patch.upstream, patch.slug, base)):
+            yield line, "variant", f"{patch.slug} for {base} has changed since this was made from it"
 
 
 def _order(patch: Patch, earlier: list[str]) -> Iterator[lint_diff.Found]:

@@ -4,11 +4,12 @@ import json
 import shutil
 
 import pytest
-from checkout import BASE, BODY, OLD, TRAILERS, Checkout, edit, files, hooked
+from checkout import BASE, BODY, NEW, OLD, TRAILERS, Checkout, edit, files, hooked
 
-from patchset import lint, lint_rules
+from patchset import lint, lint_rules, series
 from patchset.lock import Lock
 from patchset.ownership import Ownership
+from patchset.rebase_replay import state_of
 from patchset.shadow import File
 
 GATE, LINES, THIRD = (f"patches/toy/{slug}.patch" for slug in ("gate-fp32", "line-thirty", "third"))
@@ -77,6 +78,12 @@ def several(count, text="x = 1\n"):
 
 def absorb(made):
     made.base[OLD] = edit(made.base[OLD], "toy/lines.txt", "line 30\n", "line thirty\n")
+
+
+def stale(made):
+    """A variant that was made from another state of the main patch."""
+    text = made.read(GATE).replace("\n---\n", f"\nRebased-From: {NEW} 0123456789ab\n---\n")
+    made.write(f"patches/toy/gate-fp32@{OLD}.patch", text)
 
 
 def release_has(path):
@@ -154,6 +161,8 @@ CASES = {
     ("upstream-status", "empty reason"): (change(GATE, "Status: Pending", "Status: Backport [ ]"), GATE, 9),
     ("upstream-pr", ""): (change(GATE, "PR: none", "PR: 123"), GATE, 10),
     ("arch", ""): (change(GATE, "Arch: any", "Arch: sm90, sm9"), GATE, 11),
+    ("contract-read", ""): (change(GATE, "Anchors:", f"Contract-Read: {OLD} harmless\nAnchors:"), GATE, 16),
+    ("variant", "stale"): (stale, f"patches/toy/gate-fp32@{OLD}.patch", 17),
     ("drop-when", ""): (change(GATE, "When: upstream multiplies in fp32 itself", "When: never"), GATE, 14),
     ("load-bearing", "no reason"): (change(GATE, "yes — without it a row's bits depend on the batch", "yes"), GATE, 15),
     ("load-bearing", "word"): (change(GATE, "yes — without", "maybe — without"), GATE, 15),
@@ -224,7 +233,9 @@ def test_a_nul_byte_is_found_where_git_takes_the_file_for_text(made):
 def test_sound_claims_variants_and_declared_dependencies_are_no_findings(made):
     claim(GOOD)(made)
     assert check(made) == []
-    made.write(f"patches/toy/gate-fp32@{OLD}.patch", made.read(GATE))
+    state = state_of(series.load_one(made.root, "toy", "gate-fp32", NEW))
+    more = f"\nContract-Read: {OLD} 0123456789ab — only a comment\nRebased-From: {NEW} {state}\n---\n"
+    made.write(f"patches/toy/gate-fp32@{OLD}.patch", made.read(GATE).replace("\n---\n", more))
     third("line thirty\n", "line XXX\n", trailers=TRAILERS.replace("Arch", "Depends-On: line-thirty\nArch"),
           subject="Another")(made)
     assert check(made) == []
