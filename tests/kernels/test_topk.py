@@ -206,7 +206,7 @@ def test_candidate_blocks_keep_the_newest_and_settle_ties_by_position(workspace)
     ({"lengths": torch.zeros(3, dtype=torch.int32)}, "expected 2 int32"),
     ({"lengths": torch.zeros(2, dtype=torch.int64)}, "int64"),
     ({"out": torch.zeros(2, 8, dtype=torch.int64)}, "expected int32"),
-    ({"out": torch.zeros(2, topk.CAP, dtype=torch.int32)}, "expected 1 to"),
+    ({"out": torch.zeros(2, topk.LIST, dtype=torch.int32)}, "expected 1 to"),
     ({"starts": torch.zeros(1, dtype=torch.int32)}, "starts"),
     ({"scratch": torch.zeros(4, 64, dtype=torch.int32)}, "reserve scratch_shape"),
 ])

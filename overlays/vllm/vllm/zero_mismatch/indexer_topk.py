@@ -40,10 +40,11 @@ def reserve(width: int, k: int, device: torch.device) -> None:
     workspace.scratch = torch.empty(shape, dtype=torch.int32, device=device)
     lengths = torch.zeros(1, dtype=torch.int32, device=device)
     out = torch.empty(1, k, dtype=torch.int32, device=device)
-    for columns in (topk.triton.cdiv(width, 16) * 16, width | 1):  # row strides with and without 16-byte loads
-        scores = torch.empty(1, columns, dtype=torch.float32, device=device)[:, :width]
-        for split in (False, True):
-            topk.top_k(scores, lengths, out, workspace.scratch, split=split)
+    for narrower in sorted({min(width, limit) for limit in topk.SAMPLE_LIMITS} | {width}):
+        for columns in (topk.triton.cdiv(narrower, 16) * 16, narrower | 1):  # row strides with and without wide loads
+            scores = torch.empty(1, columns, dtype=torch.float32, device=device)[:, :narrower]
+            for split in (False, True):
+                topk.top_k(scores, lengths, out, workspace.scratch, split=split)
 
 
 def prefill_top_k(logits: torch.Tensor, starts: torch.Tensor | None, ends: torch.Tensor, out: torch.Tensor) -> None:
@@ -74,4 +75,16 @@ def candidate_blocks(block_scores_kernel, logits: torch.Tensor, starts: torch.Te
         logits, starts, ends, scores, valid, *logits.stride(), starts.stride(0) if starts is not None else 0,
         ends.stride(0), scores.stride(0), width, blocks, block_size, starts is not None, row_repeat, TILE=128,
         FULL_WIDTH=False)
+    topk.top_k(scores, valid, out, _scratch(), split=True)
+
+
+def best_blocks(scores: torch.Tensor, starts: torch.Tensor | None, ends: torch.Tensor, width: int, block_size: int,
+                out: torch.Tensor, row_repeat: int) -> None:
+    """The same for scores that upstream has made already, of every block that fits in `width` (vLLM 0.32.0).
+
+    scores: [rows, blocks]. A row's own blocks come first: those between its bounds, of which the width cuts off the end.
+    """
+    lengths = ends.clamp(max=width) if starts is None else ends.clamp(max=width) - starts
+    valid = (lengths.clamp(min=0) + block_size - 1) // block_size
+    valid = valid.to(torch.int32)[:, None].expand(-1, row_repeat).reshape(-1)
     topk.top_k(scores, valid, out, _scratch(), split=True)

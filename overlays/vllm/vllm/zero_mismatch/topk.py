@@ -21,19 +21,23 @@ import torch
 import triton
 import triton.language as tl
 
-# CAP       scores one CTA decides in registers; the list of candidates of a longer row.
-# SLOTS     rows in flight in `scratch`; more rows run in turns.
-# SPLIT     scores one CTA marks; several CTAs share a longer row.
-# TILE      scores marked at a time, 16 a mask word.
-# WORDS     mask words read at a time.
-# None of these can change a result; they were chosen for speed on an H200.
-CAP = 8192
+# LIST           entries of a longer row's list of candidates, and the most scores one CTA decides in registers.
+# SLOTS          rows in flight in `scratch`; more rows run in turns.
+# SPLIT          the most scores one CTA marks; up to four CTAs share a shorter row.
+# TILE           scores marked at a time, 16 a mask word.
+# WORDS          mask words read at a time; 16 * WORDS must fit in 16 bits, `_list_marked` packs two counts.
+# SAMPLE_LIMITS  widest row: scores its sample holds; 16384 beyond.
+# MARK_WARPS     warps of the marking kernel.
+# REGISTERS      a thread of the selecting kernel has, so that two CTAs share an SM.
+# None of these, nor the sizes chosen by K and width below, can change a result; they are for speed on an H200.
+LIST = 8192
 SLOTS = 512
-SPLIT = 16384
-TILE = 8192
-WORDS = 4096
-FILTER_WARPS = 16
-FINISH_WARPS = 16
+SPLIT = 32768
+TILE = 4096
+WORDS = 2048
+SAMPLE_LIMITS = {1 << 16: 2048, 1 << 17: 4096}
+MARK_WARPS = 8
+REGISTERS = 128
 
 INVALID = tl.constexpr(-0x80000000)  # below the key of -inf
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
@@ -65,62 +69,77 @@ def _popcount16(word):
 
 
 @triton.jit
-def _pivots(lo, hi, c_lo, c_hi, wanted, step):
-    """Two keys in (lo, hi) around the wanted rank: by interpolating scores, every third time by thirds of the keys."""
-    inside = (c_lo - c_hi).to(tl.float32)
-    share = (c_lo - wanted).to(tl.float32) / inside
-    spread = 0.75 / tl.sqrt(inside) + 0.5 / inside
+def _log2(x):
+    """log2 within 0.01; the library's costs more than the rest of a pivot."""
+    bits = x.to(tl.int32, bitcast=True)
+    fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    return (bits >> 23).to(tl.float32) + fraction * (1.3465 - 0.3465 * fraction)
+
+
+@triton.jit
+def _log_odds(count, population):
+    return _log2(count + 0.5) - _log2(population - count + 0.5)
+
+
+@triton.jit
+def _pivots(lo, hi, c_lo, c_hi, wanted, population, step):
+    """Two keys in (lo, hi] that bracket the wanted rank: interpolated, with scores taken as linear in the log-odds of
+    their rank (exact for a logistic, close for a normal population); every other time by thirds of the key range.
+    """
+    third = hi // 3 - lo // 3
+    a = lo + third
+    b = hi - third
     bottom = _value(lo)
-    span = _value(hi - 1) - bottom
-    interpolate = (step % 3 != 2) & (span > 0) & (span < INF)
-    third = (hi - lo) // 3
-    a = _order(bottom + span * tl.maximum(share - spread, 0.0)).to(tl.int64)
-    b = _order(bottom + span * tl.minimum(share + spread, 1.0)).to(tl.int64)
-    a = tl.where(interpolate, a, lo + third)
-    b = tl.where(interpolate, b, lo + 2 * third)
-    a = tl.minimum(tl.maximum(a, lo + 1), hi - 1)
-    return a, tl.minimum(tl.maximum(b, a), hi - 1)
+    span = _value(hi) - bottom
+    if (step % 2 == 0) & (span > 0) & (span < INF):
+        slack = 0.8 * tl.sqrt(tl.minimum(c_lo - wanted, wanted - c_hi)) + 0.5
+        top_odds = _log_odds(c_lo, population)
+        scale = span / (top_odds - _log_odds(c_hi, population))
+        a = _order(bottom + scale * (top_odds - _log_odds(tl.minimum(wanted + slack, c_lo), population)))
+        b = _order(bottom + scale * (top_odds - _log_odds(tl.maximum(wanted - slack, c_hi), population)))
+    a = tl.minimum(tl.maximum(a, lo + 1), hi)
+    return a, tl.minimum(tl.maximum(b, a), hi)
 
 
 @triton.jit
 def _narrow(lo, hi, c_lo, c_hi, a, b, c_a, c_b, k):
-    """Keep count(>= lo) >= k > count(>= hi)."""
+    """Keep count(>= lo) >= k > count(> hi)."""
     b_reaches = c_b >= k
     a_reaches = c_a >= k
     new_lo = tl.where(b_reaches, b, tl.where(a_reaches, a, lo))
-    new_hi = tl.where(b_reaches, hi, tl.where(a_reaches, b, a))
+    new_hi = tl.where(b_reaches, hi, tl.where(a_reaches, b, a) - 1)
     new_c_lo = tl.where(b_reaches, c_b, tl.where(a_reaches, c_a, c_lo))
     new_c_hi = tl.where(b_reaches, c_hi, tl.where(a_reaches, c_b, c_a))
     return new_lo, new_hi, new_c_lo, new_c_hi
 
 
 @triton.jit
-def _search(keys, n, k, k_most):
-    """A bracket with count(>= lo) >= k > count(>= hi) that ends when count(>= lo) <= k_most or one key is left."""
-    lo = tl.min(tl.where(keys == INVALID, NAN_KEY, keys)).to(tl.int64)
-    hi = tl.max(keys).to(tl.int64) + 1
+def _search(keys, n, population, k, k_most):
+    """A bracket with count(>= lo) >= k > count(> hi) that ends when count(>= lo) <= k_most or one key is left.
+
+    keys: the n best of `population` scores, and INVALID.
+    """
+    lo = tl.min(tl.where(keys == INVALID, NAN_KEY, keys))
+    hi = tl.max(keys)
     c_lo = n
     c_hi = n * 0
     step = n * 0
-    while (c_lo > k_most) & (hi - lo > 1):
-        a, b = _pivots(lo, hi, c_lo, c_hi, k, step)
-        reach_a = (keys >= a.to(tl.int32)).to(tl.int32)
-        reach_b = (keys >= b.to(tl.int32)).to(tl.int32)
-        counts = tl.sum(reach_a + (reach_b << 16))
+    while (c_lo > k_most) & (lo < hi):
+        a, b = _pivots(lo, hi, c_lo, c_hi, (k + k_most) * 0.5, population, step)
+        counts = tl.sum((keys >= a).to(tl.int32) + ((keys >= b).to(tl.int32) << 16))
         lo, hi, c_lo, c_hi = _narrow(lo, hi, c_lo, c_hi, a, b, counts & 0xFFFF, counts >> 16, k)
         step += 1
-        if step >= 4:  # few distinct keys may be left: shrink the bracket onto them
-            inside = (keys >= lo.to(tl.int32)) & (keys <= (hi - 1).to(tl.int32))
-            lo = tl.min(tl.where(inside, keys, NAN_KEY)).to(tl.int64)
-            hi = tl.max(tl.where(inside, keys, INVALID)).to(tl.int64) + 1
+        if step % 4 == 0:  # few distinct keys may be left: shrink the bracket onto them
+            inside = (keys >= lo) & (keys <= hi)
+            lo, hi = tl.min(tl.where(inside, keys, NAN_KEY)), tl.max(tl.where(inside, keys, INVALID))
     return lo, hi, c_lo, c_hi
 
 
 @triton.jit
 def _emit(out, keys, positions, lo, hi, c_lo, c_hi, K):
     """Write the K largest of keys that lie by ascending position: all above the bracket, the last ones inside it."""
-    above = keys > (hi - 1).to(tl.int32)
-    equal = (keys >= lo.to(tl.int32)) & (keys <= (hi - 1).to(tl.int32))
+    above = keys > hi
+    equal = (keys >= lo) & (keys <= hi)
     seen = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
     above_after = c_hi - (seen & 0xFFFF)
     equal_after = c_lo - c_hi - (seen >> 16)
@@ -144,27 +163,27 @@ def _select_in_memory(row, out, n, K, STEP: tl.constexpr):
         keys = _load_keys(row, first + columns, n)
         lowest = tl.minimum(lowest, tl.where(keys == INVALID, NAN_KEY, keys))
         highest = tl.maximum(highest, keys)
-    lo = tl.min(lowest).to(tl.int64)
-    hi = tl.max(highest).to(tl.int64) + 1
+    lo = tl.min(lowest)
+    hi = tl.max(highest)
     c_lo = n
     c_hi = n * 0
     step = n * 0
-    while (c_lo > K) & (hi - lo > 1):
-        a, b = _pivots(lo, hi, c_lo, c_hi, K, step)
+    while (c_lo > K) & (lo < hi):
+        a, b = _pivots(lo, hi, c_lo, c_hi, K * 1.0, n, step)
         reach_a = tl.zeros([STEP], tl.int32)
         reach_b = tl.zeros([STEP], tl.int32)
         for first in range(0, n, STEP):
             keys = _load_keys(row, first + columns, n)
-            reach_a += (keys >= a.to(tl.int32)).to(tl.int32)
-            reach_b += (keys >= b.to(tl.int32)).to(tl.int32)
+            reach_a += (keys >= a).to(tl.int32)
+            reach_b += (keys >= b).to(tl.int32)
         lo, hi, c_lo, c_hi = _narrow(lo, hi, c_lo, c_hi, a, b, tl.sum(reach_a), tl.sum(reach_b), K)
         step += 1
     above_left = c_hi
     equal_left = c_lo - c_hi
     for first in range(0, n, STEP):
         keys = _load_keys(row, first + columns, n)
-        tile_above = tl.sum((keys > (hi - 1).to(tl.int32)).to(tl.int32))
-        tile_equal = tl.sum((keys >= lo.to(tl.int32)).to(tl.int32)) - tile_above
+        tile_above = tl.sum((keys > hi).to(tl.int32))
+        tile_equal = tl.sum((keys >= lo).to(tl.int32)) - tile_above
         above_left -= tile_above
         equal_left -= tile_equal
         # Ranks in this tile, counted from its end; what lies after the tile shifts them and uses up the ties.
@@ -182,7 +201,7 @@ def _sampled_score(row, n, K, SAMPLE: tl.constexpr):
     keys = _order(tl.load(row + columns).to(tl.float32))
     expected = K * (SAMPLE * 1.0) / n
     k = tl.minimum(expected + 4.0 * tl.sqrt(expected) + 4.0, SAMPLE * 1.0).to(tl.int32)
-    lo, _hi, _c_lo, _c_hi = _search(keys, SAMPLE + n * 0, k, k + k // 8 + 2)
+    lo, _hi, _c_lo, _c_hi = _search(keys, SAMPLE + n * 0, SAMPLE, k, k + k // 8 + 2)
     return _value(tl.minimum(lo, INF_KEY))
 
 
@@ -204,40 +223,56 @@ def _mark(row, words, first, last, n, score, TILE: tl.constexpr):
 
 
 @triton.jit
-def _list_marked(words, listed, n, K, CAP: tl.constexpr, WORDS: tl.constexpr):
-    """Positions of the marked scores, ascending, at the end of `listed[CAP]`; returns how many were marked."""
-    count = n * 0
+def _list_marked(words, listed, n, K, LIST: tl.constexpr, WORDS: tl.constexpr):
+    """Positions of the marked scores, ascending, at the end of `listed[LIST]`; returns how many were marked."""
     above_seen = n * 0
     equal_seen = n * 0
     tiles = tl.cdiv(tl.cdiv(n, 16), WORDS)
     for tile in range(tiles):  # from the last positions to the first
-        index = (tiles - 1 - tile) * WORDS + tl.arange(0, WORDS)
+        # One word a lane in turn. With several, every store below would first move its data between threads; the
+        # compiler gives accesses of one shape one layout, so nothing else of this shape may look contiguous.
+        index = tl.max_contiguous((tiles - 1 - tile) * WORDS + tl.arange(0, WORDS), 1)
         word = tl.load(words + index, mask=index * 16 < n, other=0)
         above = word & 0xFFFF
         equal = (word >> 16) & 0xFFFF
-        both = _popcount16(above).to(tl.int64) + (_popcount16(equal).to(tl.int64) << 32)
+        both = _popcount16(above) + (_popcount16(equal) << 16)
         total = tl.sum(both)
-        after = total - tl.cumsum(both, 0)
-        above_after = above_seen + (after & 0xFFFFFFFF).to(tl.int32)
-        equal_after = equal_seen + (after >> 32).to(tl.int32)
-        room = tl.maximum(K - equal_after, 0)
-        surplus = tl.maximum(_popcount16(equal) - room, 0)
+        seen = tl.cumsum(both, 0)
+        above_after = above_seen + (total & 0xFFFF) - (seen & 0xFFFF)
+        equal_after = equal_seen + ((total >> 16) & 0xFFFF) - ((seen >> 16) & 0xFFFF)
+        surplus = tl.maximum(_popcount16(equal) - tl.maximum(K - equal_after, 0), 0)
         for _ in range(tl.max(surplus)):  # only the word where the K-th tie lies drops some of its bits, the lowest
             equal = tl.where(surplus > 0, equal & (equal - 1), equal)
             surplus -= 1
         marked = above | equal
         size = _popcount16(marked)
-        slot = CAP - above_after - tl.minimum(equal_after, K) - size
+        slot = LIST - above_after - tl.minimum(equal_after, K) - size
         for _ in range(tl.max(size)):
             lowest = marked & -marked
             place = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             tl.store(listed + slot, index * 16 + place, mask=(marked > 0) & (slot >= 0))
             marked &= marked - 1
             slot += 1
-        above_seen += (total & 0xFFFFFFFF).to(tl.int32)
-        equal_seen += (total >> 32).to(tl.int32)
-        count = above_seen + tl.minimum(equal_seen, K)
-    return count
+        above_seen += total & 0xFFFF
+        equal_seen += (total >> 16) & 0xFFFF
+    return above_seen + tl.minimum(equal_seen, K)
+
+
+@triton.jit
+def _decide(row, out, listed, n, count, K, CAP: tl.constexpr, LIST: tl.constexpr, WORDS: tl.constexpr,
+            SIZE: tl.constexpr):
+    """Choose among `count` <= SIZE candidates held in registers: the whole row, or the end of its list."""
+    index = tl.arange(0, SIZE)
+    if SIZE == WORDS:
+        index = tl.max_contiguous(index, 1)  # see _list_marked
+    positions = index - (SIZE - count)
+    valid = positions >= 0
+    if n > CAP:
+        positions = tl.load(listed + LIST - SIZE + index, mask=valid, other=0)
+    x = tl.load(row + positions, mask=valid, other=0).to(tl.float32)
+    keys = tl.where(valid, _order(x), INVALID)
+    lo, hi, c_lo, c_hi = _search(keys, count, n, K, K)
+    _emit(out, keys, positions, lo, hi, c_lo, c_hi, K)
 
 
 @triton.jit
@@ -250,24 +285,25 @@ def _bounds(starts, lengths, r, width, NEXT_N: tl.constexpr, HAS_STARTS: tl.cons
     return first, tl.maximum(tl.minimum(n, width - first), 0)
 
 
-@triton.jit(do_not_specialize=["width", "first_row"], do_not_specialize_on_alignment=["lengths"])
+@triton.jit(do_not_specialize=["width", "first_row", "K"], do_not_specialize_on_alignment=["lengths"])
 def _mark_kernel(logits, lengths, scratch, width, stride, slot_stride, K, first_row, NEXT_N: tl.constexpr,
-                 CAP: tl.constexpr, SAMPLE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr):
+                 CAP: tl.constexpr, LIST: tl.constexpr, SAMPLE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64)
     r = first_row + slot
     _, n = _bounds(lengths, lengths, r, width, NEXT_N, False)
     first = tl.program_id(1) * SPLIT
-    if (n > CAP) & (n > K) & (first < n):
+    if (n > CAP) & (first < n):
         row = logits + r * stride
-        words = scratch + slot * slot_stride + CAP
+        words = scratch + slot * slot_stride + LIST
         _mark(row, words, first, tl.minimum(first + SPLIT, n), n, _sampled_score(row, n, K, SAMPLE), TILE)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "first_row"],
+@triton.jit(do_not_specialize=["rows", "width", "first_row", "K"],
             do_not_specialize_on_alignment=["starts", "lengths", "out"])
 def _select_kernel(logits, starts, lengths, out, scratch, rows, width, stride, out_stride, slot_stride, K, first_row,
-                   NEXT_N: tl.constexpr, HAS_STARTS: tl.constexpr, MARK: tl.constexpr, OUT: tl.constexpr,
-                   CAP: tl.constexpr, SAMPLE: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr):
+                   NEXT_N: tl.constexpr, HAS_STARTS: tl.constexpr, MARK: tl.constexpr,
+                   CAP: tl.constexpr, LIST: tl.constexpr, SAMPLE: tl.constexpr, TILE: tl.constexpr,
+                   WORDS: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64)
     listed = scratch + slot * slot_stride
     for turn in range(tl.cdiv(rows - first_row - tl.program_id(0), tl.num_programs(0))):
@@ -275,30 +311,26 @@ def _select_kernel(logits, starts, lengths, out, scratch, rows, width, stride, o
         first, n = _bounds(starts, lengths, r, width, NEXT_N, HAS_STARTS)
         row = logits + r * stride + first
         row_out = out + r * out_stride
-        if n <= K:
-            rank = tl.arange(0, OUT)
-            tl.store(row_out + rank, tl.where(rank < n, n - 1 - rank, -1), mask=rank < K)
-        else:
-            count = n
-            if n > CAP:
-                if MARK:
-                    _mark(row, listed + CAP, 0, n, n, _sampled_score(row, n, K, SAMPLE), TILE)
-                    tl.debug_barrier()
-                count = _list_marked(listed + CAP, listed, n, K, CAP, WORDS)
+        count = n
+        if n > CAP:
+            if MARK:
+                _mark(row, listed + LIST, 0, n, n, _sampled_score(row, n, K, SAMPLE), TILE)
                 tl.debug_barrier()
-            if (count >= K) & (count <= CAP):
-                index = tl.arange(0, CAP)
-                positions = index - (CAP - count)
-                valid = positions >= 0
-                if n > CAP:
-                    positions = tl.load(listed + index, mask=valid, other=0)
-                x = tl.load(row + positions, mask=valid, other=0).to(tl.float32)
-                keys = tl.where(valid, _order(x), INVALID)
-                lo, hi, c_lo, c_hi = _search(keys, count, K, K)
-                _emit(row_out, keys, positions, lo, hi, c_lo, c_hi, K)
-            else:
-                _select_in_memory(row, row_out, n, K, TILE)
-            tl.debug_barrier()  # the next row of this program reuses the slot
+            count = _list_marked(listed + LIST, listed, n, K, LIST, WORDS)
+            tl.debug_barrier()
+        if n <= K:
+            rank = tl.arange(0, LIST // 2)
+            tl.store(row_out + rank, tl.where(rank < n, n - 1 - rank, -1), mask=rank < K)
+        elif (count < K) | (count > CAP):
+            _select_in_memory(row, row_out, n, K, TILE)
+        elif count <= 2048:
+            _decide(row, row_out, listed, n, count, K, CAP, LIST, WORDS, 2048)
+        elif count <= 4096:
+            _decide(row, row_out, listed, n, count, K, CAP, LIST, WORDS, 4096)
+        else:
+            if CAP > 4096:
+                _decide(row, row_out, listed, n, count, K, CAP, LIST, WORDS, CAP)
+        tl.debug_barrier()  # the next row of this program reuses the slot
 
 
 @triton.jit
@@ -309,14 +341,28 @@ def _fill_all_kernel(out, positions, K, RATIO: tl.constexpr, OUT: tl.constexpr):
     tl.store(out + row * K + rank, tl.where(rank < n, n - 1 - rank, -1), mask=rank < K)
 
 
+def _cap(k: int) -> int:
+    """The most candidates a row is decided from; longer rows are marked first."""
+    return 4096 if k <= 1024 else LIST
+
+
+def _select_options(cap: int) -> dict[str, int]:
+    limit = {} if torch.version.hip else {"maxnreg": REGISTERS}
+    return {"num_warps": cap // 512, **limit}
+
+
 def _sample_size(width: int) -> int:
-    """Large enough that the list stays between K and CAP for any K <= CAP // 4, whatever the scores."""
-    return 2048 if width <= 1 << 17 else 4096 if width <= 1 << 19 else 16384
+    """Large enough that the list stays between K and _cap(K), very probably, whatever the scores."""
+    return next((size for limit, size in SAMPLE_LIMITS.items() if width <= limit), 16384)
+
+
+def _split_size(width: int) -> int:
+    return min(SPLIT, triton.cdiv(width, 4 * TILE) * TILE)
 
 
 def scratch_shape(width: int) -> tuple[int, int]:
     """int32 shape of the workspace for rows of at most `width` scores: a list and a bit mask for each slot."""
-    return SLOTS, CAP + triton.cdiv(width, 64) * 4
+    return SLOTS, LIST + triton.cdiv(width, 64) * 4
 
 
 def _check(logits, lengths, out, scratch, starts, next_n) -> None:
@@ -328,8 +374,8 @@ def _check(logits, lengths, out, scratch, starts, next_n) -> None:
                         "float32 or bfloat16")
     if out.dtype != torch.int32 or out.shape[0] != rows or out.stride(1) != 1:
         problems.append(f"out: found {out.dtype} {tuple(out.shape)}, expected int32 ({rows}, K)")
-    if not 0 < k <= CAP // 2:
-        problems.append(f"K: found {k}, expected 1 to {CAP // 2}")
+    if not 0 < k <= LIST // 4:
+        problems.append(f"K: found {k}, expected 1 to {LIST // 4}")
     if lengths.dtype != torch.int32 or lengths.numel() * next_n != rows or not lengths.is_contiguous():
         problems.append(f"lengths: found {lengths.dtype} {tuple(lengths.shape)}, expected {rows // next_n} int32")
     if starts is not None and (starts.dtype != torch.int32 or starts.numel() != rows):
@@ -351,22 +397,21 @@ def top_k(logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, scratc
     scratch: int32 of scratch_shape(width), any content. split: several CTAs for a long row (few rows: decode).
     """
     _check(logits, lengths, out, scratch, starts, next_n)
-    rows, width = logits.shape
-    slots = scratch.shape[0]
-    sample = _sample_size(width)
-    split = split and starts is None and width > CAP
-    shared = {"NEXT_N": next_n, "CAP": CAP, "SAMPLE": sample, "TILE": TILE}
-    for first in range(0, rows, slots) if split else (0,) if rows else ():
+    (rows, width), k = logits.shape, out.shape[1]
+    cap, slots = _cap(k), scratch.shape[0]
+    split = split and starts is None and width > cap
+    shared = {"NEXT_N": next_n, "CAP": cap, "LIST": LIST, "SAMPLE": _sample_size(width), "TILE": TILE}
+    for first in range(0, rows, slots if split else max(rows, 1)):
         last = min(first + slots, rows) if split else rows
         grid = min(last - first, slots)
         if split:
-            _mark_kernel[(grid, triton.cdiv(width, SPLIT))](
-                logits, lengths, scratch, width, logits.stride(0), scratch.stride(0), out.shape[1], first,
-                SPLIT=SPLIT, num_warps=FILTER_WARPS, **shared)
+            _mark_kernel[(grid, triton.cdiv(width, _split_size(width)))](
+                logits, lengths, scratch, width, logits.stride(0), scratch.stride(0), k, first,
+                SPLIT=_split_size(width), num_warps=MARK_WARPS, **shared)
         _select_kernel[(grid,)](
-            logits, starts, lengths, out, scratch, last, width, logits.stride(0), out.stride(0), scratch.stride(0),
-            out.shape[1], first, HAS_STARTS=starts is not None, MARK=not split, OUT=triton.next_power_of_2(out.shape[1]),
-            WORDS=WORDS, num_warps=FINISH_WARPS, **shared)
+            logits, starts, lengths, out, scratch, last, width, logits.stride(0), out.stride(0), scratch.stride(0), k,
+            first, HAS_STARTS=starts is not None, MARK=not split, WORDS=WORDS,
+            **_select_options(cap), **shared)
     return out
 
 
