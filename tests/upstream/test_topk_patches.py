@@ -97,7 +97,8 @@ def _prefill_metadata(rows, width):
         local_total_seq_lens=width, skip_kv_gather=False, token_start=0, token_end=rows, pcp_deinterleave_idx=None,
         max_seqlen_k=width, block_table=None)
     prefill = types.SimpleNamespace(chunks=[chunk])
-    return _IndexerMetadata(slot_mapping=ends, num_decodes=0, num_prefills=1, num_decode_tokens=0, prefill=prefill), ends
+    metadata = _IndexerMetadata(slot_mapping=ends, num_decodes=0, num_prefills=1, num_decode_tokens=0, prefill=prefill)
+    return metadata, ends
 
 
 def test_patched_prefill_calls_the_deterministic_top_k(manager):
@@ -162,7 +163,8 @@ def _shortcut(source, batch_longest, model_longest, batch_invariant):
 
     metadata = types.SimpleNamespace(max_seq_len=batch_longest, num_decode_tokens=3, num_prefill_tokens=0)
     eager = types.SimpleNamespace(is_current_stream_capturing=lambda: False)
-    scope = {"torch": types.SimpleNamespace(cuda=eager), "envs": _envs(batch_invariant), "Base": object, "cast": lambda _, value: value,
+    scope = {"torch": types.SimpleNamespace(cuda=eager), "envs": _envs(batch_invariant), "Base": object,
+             "cast": lambda _, value: value,
              "get_forward_context": lambda: types.SimpleNamespace(attn_metadata={"cache": metadata}),
              "_fill_short_context_topk_indices": Fill(), "triton": topk.triton,
              "Any": None}

@@ -82,7 +82,7 @@ def best_blocks(scores: torch.Tensor, starts: torch.Tensor | None, ends: torch.T
                 out: torch.Tensor, row_repeat: int) -> None:
     """The same for scores that upstream has made already, of every block that fits in `width` (vLLM 0.32.0).
 
-    scores: [rows, blocks]. A row's own blocks come first: those between its bounds, of which the width cuts off the end.
+    scores: [rows, blocks]. A row's own blocks come first: those between its bounds, up to the width.
     """
     lengths = ends.clamp(max=width) if starts is None else ends.clamp(max=width) - starts
     valid = (lengths.clamp(min=0) + block_size - 1) // block_size
