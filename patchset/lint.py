@@ -7,7 +7,7 @@ from pathlib import Path
 
 from . import evidence, export, lint_series
 from .errors import PatchsetError
-from .lint_rules import ERROR, RULES, Finding
+from .lint_rules import ERROR, Finding
 from .lock import NAME, BaseFiles, Lock
 from .pins import Pins
 from .ui import Result
@@ -23,8 +23,7 @@ def run(root: Path, pins: Pins, base: BaseFiles | None = None) -> Result:
     findings = sorted(found)
     errors = sum(finding.level == ERROR for finding in findings)
     warnings = len(findings) - errors
-    data = {"findings": [finding.as_json() for finding in findings], "errors": errors, "warnings": warnings,
-            "rules": len(RULES)}
+    data = {"findings": [finding.as_json() for finding in findings], "errors": errors, "warnings": warnings}
     return Result(data, [*map(str, findings), f"{errors} errors, {warnings} warnings"], int(errors > 0))
 
 

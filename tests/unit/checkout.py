@@ -1,7 +1,12 @@
 """A small checkout with one upstream of two releases, for the tests of what is kept in the repository."""
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
+import re
 import subprocess
+import tarfile
 from pathlib import Path
 
 from patchset import deliver, export, git, pins, target
@@ -158,3 +163,20 @@ def tree(made: Checkout) -> target.Target:
     one = target.tree(made.pins.upstream("toy"), root)
     deliver.apply(deliver.Request(made.root, made.pins, made.pins.profile("all")), one)
     return one
+
+
+def pack(made: Checkout) -> None:
+    """Pin an sdist of every release and put it into the archive cache cache/ (point XDG_CACHE_HOME there)."""
+    pins_text = made.read("patchset.toml")
+    for version, base in made.base.items():
+        about = File(f"Metadata-Version: 2.1\nName: toy\nVersion: {version}\n\n".encode())
+        raw = io.BytesIO()
+        with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
+            for path, file in sorted({**base, "PKG-INFO": about}.items()):
+                entry = tarfile.TarInfo(f"toy-{version}/{path}")
+                entry.size, entry.mode = len(file.data), int(file.mode, 8) & 0o777
+                tar.addfile(entry, io.BytesIO(file.data))
+        digest = hashlib.sha256(raw.getvalue()).hexdigest()
+        made.write(f"cache/zero-mismatch/{digest}/toy-{version}.tar.gz", raw.getvalue())
+        pins_text = re.sub(rf'("{re.escape(version)}"\]\nsdist = )"[0-9a-f]+"', rf'\1"{digest}"', pins_text)
+    made.write("patchset.toml", pins_text)
