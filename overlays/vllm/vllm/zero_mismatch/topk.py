@@ -362,7 +362,7 @@ def _split_size(width: int) -> int:
 
 def scratch_shape(width: int) -> tuple[int, int]:
     """int32 shape of the workspace for rows of at most `width` scores: a list and a bit mask for each slot."""
-    return SLOTS, LIST + triton.cdiv(width, 64) * 4
+    return SLOTS, LIST + triton.cdiv(width, 256) * 16
 
 
 def _check(logits, lengths, out, scratch, starts, next_n) -> None:
