@@ -126,11 +126,13 @@ def brief(result: PatchResult) -> str:
         return f"by {', '.join(result.blocked_by)}; its own lines: {result.text}"
     if result.verdict in (CHANGED, GONE):
         return f"{_some([f.symbol.rpartition('::')[2] for f in result.findings])}; its lines: {result.text}"
-    said = [f"contract changed, read: {result.contract_read}"] if result.contract_read else []
+    said = []
     if result.text == OFFSET:
         said += [f"{o.path} hunk {o.hunk} at {o.line} ({o.lines:+d})" for f in result.files for o in f.offsets]
     elif result.text != CLEAN:
         said += map(_file_brief, [f for f in result.files if f.verdict == result.text] or result.files)
+    if result.contract_read:
+        said.append(f"contract changed: {result.contract_read}")
     return "; ".join(said)
 
 

@@ -119,7 +119,7 @@ def test_a_changed_contract_that_was_read_is_let_through_with_its_reason_until_i
     upstream.change("patches/toy/route.patch", "\n---\n", f"\n{trailer}\n---\n")
     done = upstream.rebase()
     assert (verdicts(done), done.patches[0].contract_read, upstream.result.code) == (["clean"], "the factor is ours", 0)
-    assert "contract changed, read: the factor is ours" in "\n".join(upstream.result.lines)
+    assert "contract changed: the factor is ours" in "\n".join(upstream.result.lines)
     upstream.edit_release(("    return x * 3\n", "    return x * 4\n"))
     assert verdicts(upstream.rebase()) == ["contract changed"]
 

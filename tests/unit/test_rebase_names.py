@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from releases import ENGINE, FORWARD, LAST, VERSION, Upstream, edit, files
+from releases import ENGINE, FORWARD, LAST, VERSION, Upstream, files
 
 from patchset import rebase_names
 
@@ -104,5 +104,5 @@ def test_imports_resolve_to_definitions_modules_and_dynamic_modules():
 
 def test_a_name_that_is_missing_in_the_old_release_too_is_the_patchs_own_affair(upstream):
     upstream.hook("last", LAST, anchor=f"{ENGINE}::LIMIT")
-    assert "hooked" in rebase_names.undefined(edit(upstream.state, ENGINE, "", "")[ENGINE].data, ENGINE)
+    assert "hooked" in rebase_names.undefined(upstream.state[ENGINE].data, ENGINE)
     assert only(upstream.rebase()).verdict == "clean"
