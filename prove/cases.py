@@ -13,6 +13,7 @@ from prove.workload import Request, prompt
 
 BATCH_SIZES = (4, 5, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129)
 EDGE_CHUNKS = (127, 129, 131, 255, 257, 511, 513)  # ends at 4k+-1 and 128k+-1, and across cache blocks
+HEAD = 64           # tokens decoded by each request of such a batch
 ALONE = 24          # requests that are also run one at a time
 SUBSET = 34         # one of each prompt length
 
@@ -37,7 +38,6 @@ def base(ctx) -> None:
     ctx.base = ctx.run([r.message() for r in ctx.work.requests])
     for request in ctx.work.requests:
         ctx.figures.count(request.id, ctx.base.decoded(request.id), request.max_tokens)
-    ctx.peak_blocks = ctx.last["peak_blocks"]
     ctx.require(ctx.last["modes"].get("FULL", 0) > 0, "full graphs were replayed")
 
 
@@ -61,8 +61,9 @@ def batch_sizes(ctx) -> None:
         if size > len(ctx.work.requests):
             break
         chosen = ctx.work.requests[-size:]
-        answers = ctx.run([r.message(max_tokens=min(16, r.max_tokens)) for r in chosen])
-        ctx.compare_decoded(answers, chosen, head=16)
+        # Long enough that the first are still decoding when the last has been prefilled.
+        answers = ctx.run([r.message(max_tokens=min(HEAD, r.max_tokens)) for r in chosen])
+        ctx.compare_decoded(answers, chosen, head=HEAD)
         seen |= {size} & set(ctx.last["decode_rows"])
     ctx.require(seen == {s for s in BATCH_SIZES if s <= len(ctx.work.requests)}, "each batch size was decoded at once")
 
@@ -172,10 +173,15 @@ def preempted(ctx) -> None:
 
 
 def preempted_by_shortage(ctx) -> None:
-    """The cache is made too small for the batch, so the scheduler itself has to preempt."""
-    ctx.compare_decoded(ctx.run([r.message() for r in ctx.work.requests],
-                                keep_blocks=max(1, int(0.75 * ctx.peak_blocks))))
-    ctx.require(ctx.last["preemptions"] > 0, "requests were preempted")
+    """The cache is too small for what short prompts grow into, so the scheduler itself has to preempt."""
+    short = [Request(f"s{i}", prompt(length, ctx.work.vocab, seed=500 + i), max_tokens=140, seed=i)
+             for i, length in enumerate((1, 2, 3, 5, 17, 63, 64, 65) * 4)]
+    roomy = ctx.run([r.message() for r in short])
+    enough = ctx.last["peak_blocks"]
+    tight = ctx.run([r.message() for r in short], keep_blocks=int(0.6 * enough))
+    for request in short:
+        ctx.compare(request.id, roomy.decoded(request.id), tight.decoded(request.id))
+    ctx.require(ctx.last["preemptions"] > 0, f"requests were preempted with 0.6 of {enough} blocks")
 
 
 CASES = (

@@ -46,7 +46,6 @@ class Context:
         self.work = work
         self.base: Answers | None = None
         self.scored: Answers | None = None
-        self.peak_blocks = 0
 
     def begin(self, engine, block: int, timeout: float) -> None:
         self.engine, self.block = engine, block

@@ -160,8 +160,16 @@ class Backend:
         return {"form": pair["form"], "script": script.name, "rows": [pair["left"]["rows"], pair["right"]["rows"]]}
 
     def _drive(self, requests: list[dict], graphs: str, preempt_at: set[int]) -> dict:
+        names: dict[str, dict] = {}
+        try:
+            return self._answers(requests, graphs, preempt_at, names)
+        finally:
+            if self.engine.has_unfinished_requests():  # it raised: leave nothing behind for the next run
+                self.engine.abort_request(list(names))
+
+    def _answers(self, requests: list[dict], graphs: str, preempt_at: set[int], names: dict[str, dict]) -> dict:
         waiting = sorted(requests, key=lambda r: r.get("join", 0))  # stable: equal joins keep their order
-        names, answers, step = {}, {}, 0
+        answers, step = {}, 0
         while waiting or self.engine.has_unfinished_requests():
             while waiting and (waiting[0].get("join", 0) <= step or not self.engine.has_unfinished_requests()):
                 request = waiting.pop(0)
@@ -208,9 +216,11 @@ class Backend:
         pool = self.scheduler.kv_cache_manager.block_pool
         spare = pool.get_num_free_blocks() - blocks if blocks else 0
         held = pool.get_new_blocks(spare) if spare > 0 else []
+        self.steps.held = len(held)
         try:
             yield
         finally:
+            self.steps.held = 0
             pool.free_blocks(held)
 
     @contextlib.contextmanager
@@ -282,7 +292,7 @@ class Steps:
 
     def __init__(self, runner, scheduler):
         self.pool = scheduler.kv_cache_manager.block_pool
-        self._on = False
+        self._on, self.held = False, 0
         self._zero()
         execute, preempt = runner.execute_model, scheduler._preempt_request
 
@@ -315,7 +325,8 @@ class Steps:
         self.idle = 0 if counts else self.idle + 1
         if not self._on or not counts:
             return
-        self.peak_blocks = max(self.peak_blocks, self.pool.num_gpu_blocks - self.pool.get_num_free_blocks())
+        used = self.pool.num_gpu_blocks - self.pool.get_num_free_blocks() - self.held
+        self.peak_blocks = max(self.peak_blocks, used)
         prefill = [c for c in counts if c > 1]
         if not prefill:
             self.decode_rows.add(len(counts))
