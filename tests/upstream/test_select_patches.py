@@ -405,7 +405,16 @@ def _mega_moe_gates(source, batch_invariant=True):
     for name in ("scoring_func", "n_activated_experts", "renormalize", "hash_indices_dtype", "routed_scaling_factor",
                  "image_sentinel_lo", "ep_rank"):  # fmt: skip
         setattr(layer, name, None)
-    layer.experts = lambda hidden_states, *_: hidden_states
+
+    class Experts:  # with 0.32.0's backend, which has the gate there
+        has_fused_shared_experts = True
+        _backend = types.SimpleNamespace(supports_bf16_mega_gate=lambda: True, bf16_mega_gate=scope["bf16_mega_gate"])
+        _ensure_backend = staticmethod(lambda: None)
+
+        def __call__(self, hidden_states, *_, **__):
+            return hidden_states
+
+    layer.experts, layer.swiglu_limit = Experts(), None
     metadata = types.SimpleNamespace(image_token_mask=None)
     for tokens in (1, 16, 17, 256):
         layer.forward(torch.zeros(tokens, 64), mega_gate_metadata=metadata)

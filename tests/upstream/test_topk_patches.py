@@ -78,7 +78,7 @@ def _run_indexer(source, manager, metadata, logits, out, batch_invariant):
         "_merge_dcp_topk_global": lambda *_, **__: None,
         "mqa_logits_mx_inputs": lambda q, scale, weights: (scale, weights),
         "mqa_logits_use_mx_scales": lambda: False,
-        "fp8_fp4_mqa_logits": lambda *_: logits,
+        "fp8_fp4_mqa_logits": lambda *_, **__: logits,
         "as_fp32_logits": lambda x, ends: x,
         "ops": types.SimpleNamespace(cp_gather_indexer_k_quant_cache=lambda *_: None,
                                      top_k_per_row_prefill=_stops("top_k_per_row_prefill")),
@@ -202,7 +202,7 @@ def test_stock_shortcut_follows_the_batch(path):
 
 
 class _BlockScores:
-    """Stands for upstream's kernel: the maximum of each block, the newest block first."""
+    """Stands for upstream's kernel: the maximum of each block, the newest block first. 0.32.0's counts no blocks."""
 
     def __init__(self, block):
         self.block = block
@@ -210,8 +210,10 @@ class _BlockScores:
     def __getitem__(self, grid):
         return self.launch
 
-    def launch(self, x, starts, ends, scores, valid, *rest, **options):
-        valid.copy_((ends + self.block - 1) // self.block)
+    def launch(self, x, starts, ends, scores, *rest, **options):
+        valid = (ends + self.block - 1) // self.block
+        if isinstance(rest[0], torch.Tensor):
+            rest[0].copy_(valid)
         padded = torch.where(torch.arange(x.shape[1]) < ends[:, None], x, -float("inf"))
         padded = torch.nn.functional.pad(padded, (0, -x.shape[1] % self.block), value=-float("inf"))
         scores.copy_(padded.view(x.shape[0], -1, self.block).amax(2))

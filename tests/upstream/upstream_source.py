@@ -16,29 +16,28 @@ from patchset import fetch, pins, series
 from patchset.errors import NeedsWork
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+version: str | None = None  # the release that is read, set by conftest.py; None: the pinned default
 
 
-@functools.cache
 def _release():
     upstream = pins.load(ROOT).upstream("vllm")
-    return upstream, upstream.release(None)
+    return upstream, upstream.release(version)
 
 
 @functools.cache
-def _archive() -> pathlib.Path:
+def _archive(release: pins.Release) -> pathlib.Path:
     try:
-        return fetch.sdist(*_release())
+        return fetch.sdist(_release()[0], release)
     except NeedsWork as error:
         pytest.skip(f"no sdist of the pinned vLLM: {error}")
 
 
 @functools.cache
-def _trees() -> tuple[dict[str, str], dict[str, str]]:
+def _trees(release: pins.Release) -> tuple[dict[str, str], dict[str, str]]:
     """Every file that the series touches, (as released, as patched)."""
-    upstream, release = _release()
-    patches = series.load(ROOT, upstream.name, release.version)
+    patches = series.load(ROOT, "vllm", release.version)
     paths = {path for patch in patches for path in patch.paths}
-    with tempfile.TemporaryDirectory() as folder, tarfile.open(_archive()) as archive:
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(_archive(release)) as archive:
         root = pathlib.Path(folder)
         for member in archive:
             _, _, path = member.name.partition("/")
@@ -53,20 +52,22 @@ def _trees() -> tuple[dict[str, str], dict[str, str]]:
 
 
 @functools.cache
-def _sources() -> dict[str, str]:
+def _sources(release: pins.Release) -> dict[str, str]:
     """Every Python file of the package, read in one pass: seeking in a compressed archive costs a pass each time."""
-    with tarfile.open(_archive()) as archive:
+    with tarfile.open(_archive(release)) as archive:
         members = ((member, member.name.partition("/")[2]) for member in archive)
         return {path: archive.extractfile(member).read().decode() for member, path in members
                 if path.startswith("vllm/") and path.endswith(".py")}
 
 
 def stock(path: str) -> str:
-    return _trees()[0].get(path) or _sources()[path]
+    release = _release()[1]
+    return _trees(release)[0].get(path) or _sources(release)[path]
 
 
 def patched(path: str) -> str:
-    return _trees()[1].get(path) or _sources()[path]
+    release = _release()[1]
+    return _trees(release)[1].get(path) or _sources(release)[path]
 
 
 def define(source: str, names: list[str], scope: dict) -> dict:
