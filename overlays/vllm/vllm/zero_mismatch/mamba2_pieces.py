@@ -1,0 +1,106 @@
+"""Pieces: what one step computes of each request, cut at the multiples of the chunk size Q.
+
+Position p of a request is row r = p mod Q of its chunk. A piece is one request's part of one chunk: rows [first, end)
+are new in this step, rows [0, first) came earlier and are in the request's ring. The Mamba-2 kernels see pieces only;
+a decode step is a batch of pieces of one row. So the cut of a prompt into steps moves `first` and nothing else.
+
+The tables are int32 and live on the device. Decode's is filled there from the sequence lengths, without a host sync,
+at addresses that never change, so that a captured graph can read it.
+"""
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+# Columns of a piece.
+REQUEST = tl.constexpr(0)   # row of the step's slot list
+STATE = tl.constexpr(1)     # index of the state at the chunk's start in the step's scratch; -1: in the request's slot
+FIRST = tl.constexpr(2)     # first new row
+END = tl.constexpr(3)       # one past the last new row
+TOKEN = tl.constexpr(4)     # the step's token that is row FIRST
+IN_RING = tl.constexpr(5)   # rows [0, IN_RING) are read from the ring, the others from the step
+KEEP = tl.constexpr(6)      # 1: write the new rows to the ring; 0: their dt and decay go to the step's scratch
+WIDTH = tl.constexpr(8)
+
+# Columns of a request.
+R_REQUEST = tl.constexpr(0)
+R_PIECE = tl.constexpr(1)   # its first piece
+R_COUNT = tl.constexpr(2)   # its number of pieces
+R_FRESH = tl.constexpr(3)   # 1: starts at position 0, with a zero state
+R_WIDTH = tl.constexpr(4)
+
+NULL_SLOT = tl.constexpr(0)  # vLLM's NULL_BLOCK_ID: a row that pads a graph's batch
+_FILL = 128
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """table: [pieces, 8] int32; requests: [requests, 4] int32; tails: [pieces, 8], those whose rows the ring keeps."""
+
+    table: torch.Tensor
+    requests: torch.Tensor
+    tails: torch.Tensor | None
+    tiles: int  # most row tiles a piece can have: bounds the grid, programs beyond a piece's end leave at once
+
+
+def cut(computed: list[int], new: list[int], chunk: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Rows of (table, requests, tails) for requests of which `computed` tokens are done and `new` follow."""
+    table, requests, tails = [], [], []
+    token = 0
+    for request, (done, count) in enumerate(zip(computed, new, strict=True)):
+        begin, left = len(table), count
+        while left:
+            first = (done + count - left) % chunk
+            rows = min(chunk - first, left)
+            piece = [request, len(table), first, first + rows, token, first, 0, 0]
+            table.append(piece)
+            token, left = token + rows, left - rows
+        requests.append([request, begin, len(table) - begin, int(done == 0)])
+        if count and table[-1][3] < chunk:
+            tails.append([*table[-1][:6], 1, 0])
+    return table, requests, tails
+
+
+def prefill(computed: list[int], new: list[int], chunk: int, tile: int, to_device) -> Pieces:
+    """`to_device(list)` makes an int32 tensor on the device."""
+    table, requests, tails = cut(computed, new, chunk)
+    tiles = max((end - 1) // tile - first // tile + 1 for _, _, first, end, *_ in table)
+    return Pieces(to_device(table), to_device(requests), to_device(tails) if tails else None, tiles)
+
+
+@triton.jit
+def _fill_kernel(table_ptr, seq_lens_ptr, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = row < count
+    # A padding row's length is 0; its slot is NULL_SLOT and no kernel looks further.
+    first = tl.maximum(tl.load(seq_lens_ptr + row, mask=ok, other=1) - 1, 0) % CHUNK
+    piece = table_ptr + row * WIDTH
+    tl.store(piece + FIRST, first, mask=ok)
+    tl.store(piece + END, first + 1, mask=ok)
+    tl.store(piece + IN_RING, first + 1, mask=ok)
+
+
+class DecodeTable:
+    """One row a request: row i of the step is token i, its ring is written before it is read."""
+
+    def __init__(self, most: int, chunk: int, device) -> None:
+        rows = torch.arange(most, dtype=torch.int32)
+        table = torch.zeros((most, WIDTH.value), dtype=torch.int32)
+        table[:, REQUEST.value] = table[:, TOKEN.value] = rows
+        table[:, STATE.value] = -1
+        table[:, KEEP.value] = 1
+        requests = torch.zeros((most, R_WIDTH.value), dtype=torch.int32)
+        requests[:, R_REQUEST.value] = requests[:, R_PIECE.value] = rows
+        requests[:, R_COUNT.value] = 1
+        self.chunk, self.table, self.requests = chunk, table.to(device), requests.to(device)
+
+    def fill(self, seq_lens: torch.Tensor) -> Pieces:
+        """seq_lens: [requests] int32, each counting the token that this step computes."""
+        count = seq_lens.shape[0]
+        if count > self.table.shape[0]:
+            raise ValueError(f"Mamba-2 decode: found {count} requests, expected at most {self.table.shape[0]}. "
+                             "Raise max_num_seqs.")
+        if count:
+            _fill_kernel[(triton.cdiv(count, _FILL),)](self.table, seq_lens, count, CHUNK=self.chunk, BLOCK=_FILL)
+        return Pieces(self.table[:count], self.requests[:count], None, 1)

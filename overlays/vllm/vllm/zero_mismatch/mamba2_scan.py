@@ -1,0 +1,103 @@
+"""Mamba-2 outputs: y[r] from S at the chunk's start and rows 0..r of the chunk.
+
+    y[r] = exp2(decay[r]) C[r] S + sum over k <= r of (C[r] B[k]) exp2(decay[r] - decay[k]) dt[k] x[k] + D x[r]
+
+Invariant: y[r] is a function of S, rows 0..r and C[r]; the same bits when r is one row of a long prefill, of a chunk
+that an earlier step began, or a decode step's only row.
+
+Why it holds: a row of a tensor-core tile is an independent dot product, so row r of a 16-row tile takes nothing from
+the other 15, which a decode step leaves zero. The sums over k always run over Q columns in one dot of fixed shape;
+columns after r are exact zeros. Tiles sit at multiples of 16 of the chunk's rows, so row r has the same place in its
+tile in every step. One binary serves every step: only tables and the grid differ.
+
+A NaN or infinity in a *later* row of the same tile would reach r through 0 * x in a prefill; a model that makes one has
+failed anyway. Rows the step does not have are never loaded.
+"""
+import torch
+import triton
+import triton.language as tl
+from vllm.zero_mismatch.mamba2_pieces import END, FIRST, IN_RING, NULL_SLOT, REQUEST, STATE, TOKEN, WIDTH
+from vllm.zero_mismatch.mamba2_state import dot, rows
+
+# Rows of a tile: the least a tensor core takes. A decode step computes one tile, and its cost is the tile's.
+TILE = 16
+# Heads of one program: they share the C B products. Four read 128 KiB of state a program (two or more programs an SM
+# keep the memory busy at batch 32) and save three quarters of the reads of B. Heads are independent: no bit depends on it.
+HEADS = 4
+WARPS = 4
+STAGES = 2  # the next head's state and x are on their way while this one multiplies
+
+_INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "piece_ptr", "scratch_ptr", "states_ptr", "out_ptr"])
+def _scan_kernel(
+    piece_ptr, slots_ptr, stride_slots,
+    x_ptr, b_ptr, c_ptr, d_ptr, scratch_ptr, ring_x_ptr, ring_b_ptr, ring_steps_ptr, states_ptr, out_ptr,
+    stride_xbc, stride_out, page_x, page_b, page_steps, page_state,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr,
+    BM: tl.constexpr, BH: tl.constexpr, WIDEN: tl.constexpr,
+):
+    index = tl.program_id(0)
+    piece = piece_ptr + index * WIDTH
+    slot = tl.load(slots_ptr + tl.load(piece + REQUEST) * stride_slots).to(tl.int64)
+    if slot == NULL_SLOT:
+        return
+    first, end, in_ring = tl.load(piece + FIRST), tl.load(piece + END), tl.load(piece + IN_RING)
+    tile = (first // BM + tl.program_id(2)) * BM
+    if tile >= end:
+        return
+    state = tl.load(piece + STATE)
+    state_at = states_ptr + tl.where(state < 0, slot, state.to(tl.int64)) * page_state
+    token = tl.load(piece + TOKEN).to(tl.int64)
+    at = token * stride_xbc
+
+    m = tile + tl.arange(0, BM)
+    k = tl.arange(0, Q)
+    n = tl.arange(0, N)
+    p = tl.arange(0, P)
+    m_ok = (m >= first) & (m < end)
+    k_ok = k < tl.minimum(end, tile + BM)
+    h0 = tl.program_id(1) * BH
+    g = h0 // (H // G)
+    new_m = (m - first).to(tl.int64)
+
+    c = tl.load(c_ptr + at + g * N + new_m[:, None] * stride_xbc + n[None, :], mask=m_ok[:, None], other=0.0)
+    b_rows = rows(ring_b_ptr + slot * page_b + g * N, b_ptr + at + g * N, k, in_ring, first, G * N, stride_xbc)
+    b = tl.load(b_rows[None, :] + n[:, None], mask=k_ok[None, :], other=0.0)
+    cb = dot(c, b, WIDEN)
+    cb = tl.where(m[:, None] >= k[None, :], cb, 0.0)
+    x_rows = rows(ring_x_ptr + slot * page_x, x_ptr + at, k, in_ring, first, H * P, stride_xbc)
+    x_rows_m = rows(ring_x_ptr + slot * page_x, x_ptr + at, m, in_ring, first, H * P, stride_xbc)
+    steps_ring = ring_steps_ptr + slot * page_steps
+    steps_new = scratch_ptr + index.to(tl.int64) * (2 * H * Q)
+    steps_k = tl.where(k < in_ring, steps_ring + k, steps_new + k)
+    steps_m = tl.where(m < in_ring, steps_ring + m, steps_new + m) + H * Q
+    for h in range(h0, h0 + BH):
+        s = tl.load(state_at + h * (P * N) + p[None, :] * N + n[:, None])
+        x = tl.load(x_rows[:, None] + h * P + p[None, :], mask=k_ok[:, None], other=0.0)
+        dt_k = tl.load(steps_k + h * Q, mask=k_ok, other=0.0)
+        decay_k = tl.load(steps_k + (H + h) * Q, mask=k_ok, other=0.0)
+        decay_m = tl.load(steps_m + h * Q, mask=m_ok, other=0.0)
+        y = dot(c, s.to(c.dtype), WIDEN) * tl.exp2(decay_m)[:, None]
+        # Above the diagonal the exponent is positive and may overflow; cb is zero there, and 0 * inf is no zero.
+        w = cb * tl.exp2(tl.minimum(decay_m[:, None] - decay_k[None, :], 0.0)) * dt_k[None, :]
+        y += dot(w.to(x.dtype), x, WIDEN)
+        x_m = tl.load(x_rows_m[:, None] + h * P + p[None, :], mask=m_ok[:, None], other=0.0).to(tl.float32)
+        y += x_m * tl.load(d_ptr + h).to(tl.float32)
+        out = out_ptr + (token + new_m)[:, None] * stride_out + h * P + p[None, :]
+        tl.store(out, y.to(out_ptr.dtype.element_ty), mask=m_ok[:, None])
+
+
+def scan(step, cache, pieces, slots: torch.Tensor, scratch: torch.Tensor, states: torch.Tensor,
+         out: torch.Tensor) -> None:
+    """out: [tokens, H * P] bf16. states: the scratch of `mamba2_state.advance`, or the cache's own for decode."""
+    heads, head_dim, groups, state, chunk = step.sizes
+    shared = min(HEADS, heads // groups)
+    _scan_kernel[(pieces.table.shape[0], heads // shared, pieces.tiles)](
+        pieces.table, slots, slots.stride(0),
+        step.x, step.b, step.c, step.d, scratch, cache.x, cache.b, cache.steps, states, out,
+        step.x.stride(0), out.stride(0), cache.x.stride(0), cache.b.stride(0), cache.steps.stride(0), states.stride(0),
+        H=heads, P=head_dim, G=groups, N=state, Q=chunk, BM=TILE, BH=shared, WIDEN=_INTERPRETED,
+        num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip

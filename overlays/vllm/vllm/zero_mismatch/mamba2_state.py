@@ -1,0 +1,96 @@
+"""Mamba-2 state: S at the end of a chunk from S at its start and the chunk's Q rows.
+
+    S' = exp2(decay[Q-1]) S + sum over k of x[k] (B[k] dt[k] exp2(decay[Q-1] - decay[k]))
+
+Invariant: S' is a function of S and of the chunk's rows. S changes only when a chunk is full, so its bits do not depend
+on where steps cut the prompt, nor on whether the rows came by prefill or one by one.
+
+Why it holds: one program owns a tile of S and walks the request's chunks in order; a sum over k is one dot of fixed
+shape over all Q rows. Decode runs the same binary: a program whose chunk is not full leaves at once.
+"""
+import torch
+import triton
+import triton.language as tl
+from vllm.zero_mismatch.mamba2_pieces import (
+    END, FIRST, IN_RING, NULL_SLOT, R_COUNT, R_FRESH, R_PIECE, R_REQUEST, R_WIDTH, STATE, TOKEN, WIDTH,
+)  # fmt: skip
+
+# Rows of S (head channels) of one program. 32 keep the dot on the plain tensor-core path on every arch: with 64 rows
+# and a loop, Triton takes the asynchronous one, which upstream found miscompiled (ssd_chunk_scan.py:20-29).
+CHANNELS = 32
+WARPS = 4
+STAGES = 1
+
+_INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def rows(ring, step, k, in_ring, first, stride_ring, stride_step):
+    """Pointers of rows k: in the ring below in_ring, else in the step, whose pointer is that of row `first`."""
+    return tl.where(k < in_ring, ring + k.to(tl.int64) * stride_ring, step + (k - first).to(tl.int64) * stride_step)
+
+
+@triton.jit
+def dot(a, b, WIDEN: tl.constexpr):
+    """a @ b in fp32. Triton's interpreter multiplies raw BF16 words, so CPU tests widen, which is exact."""
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "piece_ptr", "request_ptr", "scratch_ptr"])
+def _state_kernel(
+    request_ptr, piece_ptr, slots_ptr, stride_slots,
+    x_ptr, b_ptr, scratch_ptr, ring_x_ptr, ring_b_ptr, ring_steps_ptr, ssm_ptr, states_ptr,
+    stride_xbc, page_x, page_b, page_steps, page_ssm,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, BP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    request = request_ptr + tl.program_id(0) * R_WIDTH
+    slot = tl.load(slots_ptr + tl.load(request + R_REQUEST) * stride_slots).to(tl.int64)
+    if slot == NULL_SLOT:
+        return
+    begin, count, fresh = tl.load(request + R_PIECE), tl.load(request + R_COUNT), tl.load(request + R_FRESH)
+    piece = piece_ptr + begin * WIDTH
+    if (tl.load(piece + STATE) < 0) & (tl.load(piece + END) < Q):
+        return  # decode inside a chunk: S stays
+    h = tl.program_id(1)
+    g = h // (H // G)
+    p = tl.program_id(2) * BP + tl.arange(0, BP)
+    n = tl.arange(0, N)
+    k = tl.arange(0, Q)
+    tile = h * (P * N) + p[:, None] * N + n[None, :]
+    s = tl.load(ssm_ptr + slot * page_ssm + tile, mask=n[None, :] < tl.where(fresh == 0, N, 0), other=0.0)
+    steps_ring = ring_steps_ptr + slot * page_steps + h * Q
+    for index in range(begin, begin + count):
+        piece = piece_ptr + index * WIDTH
+        state = tl.load(piece + STATE)
+        if state >= 0:
+            tl.store(states_ptr + state.to(tl.int64) * (H * P * N) + tile, s)
+        if tl.load(piece + END) == Q:
+            first, in_ring, token = tl.load(piece + FIRST), tl.load(piece + IN_RING), tl.load(piece + TOKEN)
+            at = token.to(tl.int64) * stride_xbc
+            steps_new = scratch_ptr + state.to(tl.int64) * (2 * H * Q) + h * Q  # a prefill piece's state has its own number
+            steps = tl.where(k < in_ring, steps_ring + k, steps_new + k)
+            last = tl.load(tl.where(in_ring == Q, steps_ring, steps_new) + H * Q + Q - 1)
+            scale = tl.exp2(last - tl.load(steps + H * Q)) * tl.load(steps)
+            b = tl.load(rows(ring_b_ptr + slot * page_b + g * N, b_ptr + at + g * N, k, in_ring, first, G * N,
+                             stride_xbc)[:, None] + n[None, :])
+            x = tl.load(rows(ring_x_ptr + slot * page_x + h * P, x_ptr + at + h * P, k, in_ring, first, H * P,
+                             stride_xbc)[None, :] + p[:, None])
+            b = (b.to(tl.float32) * scale[:, None]).to(b.dtype)
+            s = s * tl.exp2(last) + dot(x, b, WIDEN)
+    tl.store(ssm_ptr + slot * page_ssm + tile, s)
+
+
+def advance(step, cache, pieces, slots: torch.Tensor, scratch: torch.Tensor, states: torch.Tensor) -> None:
+    """Writes the state at each prefill piece's start to `states` [pieces, H, P, N] fp32, and the last to the slot."""
+    heads, head_dim, groups, state, chunk = step.sizes
+    tile = min(CHANNELS, head_dim)
+    _state_kernel[(pieces.requests.shape[0], heads, head_dim // tile)](
+        pieces.requests, pieces.table, slots, slots.stride(0),
+        step.x, step.b, scratch, cache.x, cache.b, cache.steps, cache.ssm, states,
+        step.x.stride(0), cache.x.stride(0), cache.b.stride(0), cache.steps.stride(0), cache.ssm.stride(0),
+        H=heads, P=head_dim, G=groups, N=state, Q=chunk, BP=tile, WIDEN=_INTERPRETED,
+        num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""Mamba-2 chunk replay: correct against a sequential fp64 recurrence, and one set of bits however a request is cut."""
+import pytest
+import torch
+from mamba2_cases import NAN, SMALL, Scene, assert_same_bits, ints, recurrent_update
+from vllm.zero_mismatch import mamba2_decay, mamba2_pieces, mamba2_replay, mamba2_scan
+
+Q = SMALL[-1]
+CPU = torch.device("cpu")
+
+
+def scene(*lengths, seed=0):
+    return Scene(SMALL, lengths, CPU, seed)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """One prefill of two chunks and a half."""
+    made = scene(2 * Q + 19)
+    made.prefill(0)
+    return made
+
+
+def test_decay_is_within_tolerance_of_fp64(whole):
+    step = whole.steps[0]
+    scratch = torch.full((3, 2, SMALL[0], Q), NAN)
+    pieces = mamba2_pieces.prefill([0], [2 * Q + 19], Q, mamba2_scan.TILE, lambda rows: ints(rows, CPU))
+    mamba2_decay.decay(step, whole.cache, pieces.table, ints([1], CPU), scratch)
+    for piece, (begin, end) in enumerate([(0, Q), (Q, 2 * Q), (2 * Q, 2 * Q + 19)]):
+        expected = mamba2_decay.reference(step.dt[begin:end], step.dt_bias, step.a)
+        for got, want in zip(scratch[piece, :, :, :end - begin], expected, strict=True):
+            error = ((got.T.double() - want) / want).abs().max()
+            assert error <= mamba2_decay.TOLERANCE, f"piece {piece}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("raw", [-30.0, -12.0, -1.0, 0.0, 3.0, 19.9, 20.1, 80.0])
+def test_softplus_keeps_small_steps(raw):
+    step = mamba2_replay.random_step(1, SMALL, CPU)
+    step = mamba2_replay.replace(step, dt=torch.full_like(step.dt, raw), dt_bias=torch.zeros_like(step.dt_bias))
+    scratch = torch.full((1, 2, SMALL[0], Q), NAN)
+    pieces = mamba2_pieces.prefill([0], [1], Q, mamba2_scan.TILE, lambda rows: ints(rows, CPU))
+    cache = mamba2_replay.new_cache(2, SMALL, torch.bfloat16, CPU, NAN)
+    mamba2_decay.decay(step, cache, pieces.table, ints([1], CPU), scratch)
+    want = torch.nn.functional.softplus(step.dt.double(), threshold=700)
+    assert ((scratch[0, 0, :, 0].double() - want[0]) / want[0]).abs().max() <= mamba2_decay.TOLERANCE
+
+
+def test_outputs_and_state_are_within_tolerance_of_the_fp64_recurrence(whole):
+    step, full = whole.steps[0], 2 * Q
+    zero = torch.zeros(SMALL[0], SMALL[1], SMALL[3])
+    want, _ = mamba2_replay.recurrence(step, 0, full + 19, zero)
+    size, _ = mamba2_replay.recurrence(mamba2_replay.absolute(step), 0, full + 19, zero)
+    error = (whole.out[0].double().view_as(want) - want).abs() / size
+    assert error.max() <= mamba2_replay.TOLERANCE, f"{error.max():.2e}"
+    _, state = mamba2_replay.recurrence(step, 0, full, zero)
+    _, size = mamba2_replay.recurrence(mamba2_replay.absolute(step), 0, full, zero)
+    error = (whole.cache.ssm[1].double() - state).abs() / size
+    assert error.max() <= mamba2_replay.TOLERANCE, f"{error.max():.2e}"
+
+
+@pytest.mark.parametrize("cuts", [(1,), (15, 16, 17), (Q - 1,), (Q,), (Q + 1,), (7, Q + 5), (2 * Q - 1, 2 * Q + 1),
+                                  (3, 6, 9), (Q, 2 * Q)])
+def test_chunked_prefill_equals_prefill(whole, cuts):
+    """vllm PR #54993: 800 of 900 rows differed when a prompt came in chunks of 100."""
+    made = scene(2 * Q + 19)
+    made.prefill(0, *cuts)
+    assert_same_bits(made.out[0], whole.out[0], f"outputs, cuts at {cuts}")
+    assert_same_bits(made.cache.ssm[1], whole.cache.ssm[1], f"state, cuts at {cuts}")
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 16, Q - 1, Q, Q + 1, 2 * Q - 1])
+def test_decode_equals_prefill(whole, prompt):
+    """vllm #55524 and PR #54993: 299 of 299 decoded rows differed; every row r, the chunk's end, a one-token prompt."""
+    made = scene(2 * Q + 19)
+    made.run([0], [prompt])
+    made.decode(0, 2 * Q + 19)
+    assert_same_bits(made.out[0], whole.out[0], f"outputs after a prompt of {prompt}")
+    assert_same_bits(made.cache.ssm[1], whole.cache.ssm[1], f"state after a prompt of {prompt}")
+
+
+def test_decode_reads_no_row_after_its_own(whole):
+    """Every row of the ring beyond t is NaN before token t is decoded."""
+    made = scene(2 * Q + 19)
+    made.run([0], [3])
+    while made.done[0] < 2 * Q + 19:
+        row = made.done[0] % Q
+        for ring in (made.cache.x[1], made.cache.b[1]):
+            ring[row:] = NAN
+        made.cache.steps[1, :, :, row:] = NAN
+        made.run([0], [1], decode=True)
+    assert_same_bits(made.out[0], whole.out[0], "outputs with later rows poisoned")
+
+
+def test_prefix_is_stable_when_the_rest_of_the_prompt_is_missing(whole):
+    for end in (1, 5, 16, 17, Q - 1, Q, Q + 3):
+        made = scene(2 * Q + 19)
+        made.run([0], [end])
+        assert_same_bits(made.out[0][:end], whole.out[0][:end], f"the first {end} rows")
+
+
+def test_state_changes_at_the_end_of_a_chunk_only():
+    made = scene(2 * Q)
+    made.run([0], [Q - 2])
+    assert not made.cache.ssm[1].any(), "a new request's state is zero until its first chunk is full"
+    made.decode(0, Q - 1)
+    assert not made.cache.ssm[1].any()
+    made.decode(0, Q)
+    first = made.cache.ssm[1].clone()
+    assert first.any()
+    made.decode(0, 2 * Q - 1)
+    assert_same_bits(made.cache.ssm[1], first, "state inside the second chunk")
+    made.decode(0, 2 * Q)
+    assert (made.cache.ssm[1] != first).any()
+
+
+def test_preempted_request_recomputes_the_same_bits(whole):
+    made = scene(2 * Q + 19)
+    made.run([0], [5])
+    made.decode(0, Q + 9)
+    made.restart(0)
+    made.run([0], [Q + 9])   # its prompt and what it had generated, as a prefill over a dirty slot
+    made.decode(0, 2 * Q + 19)
+    assert_same_bits(made.out[0], whole.out[0], "outputs after a preemption")
+
+
+def test_prefix_hit_equals_miss(whole):
+    """A block boundary is a multiple of Q: S alone is copied to another slot, whose ring holds NaN."""
+    made = scene(2 * Q + 19, 2 * Q + 19)
+    made.run([0], [Q])
+    made.steps[1] = made.steps[0]
+    made.cache.ssm[2] = made.cache.ssm[1]
+    made.done[1] = Q
+    made.run([1], [7])
+    made.decode(1, 2 * Q + 19)
+    assert_same_bits(made.out[1][Q:], whole.out[0][Q:], "outputs after a prefix hit")
+
+
+def test_rows_keep_their_bits_in_any_batch(whole):
+    """Neighbours of other lengths, in both orders, prefilled together and decoded together."""
+    lengths = (2 * Q + 19, 5, Q, Q + 17)
+    together = Scene(SMALL, lengths, CPU)
+    together.run([1, 0, 3, 2], [3, Q + 2, 9, Q - 1])
+    together.run([0, 3], [5, 20])
+    together.run([2, 1], [1, 1], decode=True)
+    for _ in range(2):
+        together.run([3, 0], [1, 1], decode=True)
+    for request in (0, 1, 2, 3):
+        alone = Scene(SMALL, lengths, CPU)
+        alone.run([request], [together.done[request]])
+        done = together.done[request]
+        assert_same_bits(together.out[request][:done], alone.out[request][:done], f"request {request}")
+
+
+def test_padding_rows_of_a_graph_touch_nothing():
+    made = scene(4)
+    made.run([0], [2])
+    before = [t.clone() for t in (made.cache.ssm, made.cache.x, made.cache.b, made.cache.steps)]
+    step = made._gather([0], [2])
+    out = step.x.new_full(step.x.shape, NAN)
+    table = mamba2_pieces.DecodeTable(2, Q, CPU)
+    mamba2_replay.decode(step, made.cache, table.fill(ints([0, 0], CPU)), ints([0, 0], CPU), out)
+    after = (made.cache.ssm, made.cache.x, made.cache.b, made.cache.steps)
+    for old, new in zip(before, after, strict=True):
+        integer = {2: torch.int16, 4: torch.int32}[old.element_size()]
+        assert torch.equal(old.view(integer), new.view(integer))
+    assert out.isnan().all()
+
+
+def test_self_test_passes_and_finds_another_arithmetic(monkeypatch):
+    mamba2_replay.self_test(SMALL, CPU)
+    right = mamba2_replay.decode
+
+    def off(step, cache, pieces, slots, out):
+        right(step, cache, pieces, slots, out)
+        out.mul_(1.01)
+    monkeypatch.setattr(mamba2_replay, "decode", off)
+    with pytest.raises(RuntimeError, match="differ between a prefill and the decode"):
+        mamba2_replay.self_test(SMALL, CPU)
+
+
+def test_upstream_recurrence_differs_from_the_scan(whole):
+    """Counter-test: decoding by the recurrence, in fp32 as upstream does, leaves the prefill's bits at once."""
+    recurrent = recurrent_update(whole.steps[0], 2 * Q + 19)
+    differ = recurrent.view(torch.int16) != whole.out[0].view(torch.int16)
+    assert differ.any(1).float().mean() > 0.9, "nearly every token should have a differing element"
+    assert 0.02 < differ.float().mean() < 0.9
+
+
+@pytest.mark.parametrize("sizes", [(4, 16, 3, 16, 32), (4, 24, 2, 16, 32), (4, 16, 2, 16, 48), (12, 16, 2, 16, 32)])
+def test_unsupported_sizes_are_refused(sizes):
+    with pytest.raises(ValueError, match="expected head_dim, state and chunk"):
+        mamba2_replay.check_sizes(sizes)
