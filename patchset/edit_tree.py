@@ -89,12 +89,12 @@ def find(one: Target, request: Request, built: Built, base: BaseFiles) -> Edits:
 
 
 def _walk(root: Path) -> Iterator[tuple[str, Path]]:
-    """The plain files of a tree that could be a release's: no caches, nothing hidden, no links."""
+    """The plain files of a tree that may hold an edit: no caches, notes or links, nothing hidden."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
         for name in names:
             place = Path(folder, name)
-            if not name.endswith(".pyc") and place.is_file() and not place.is_symlink():
+            if not name.endswith((".pyc", ".md")) and place.is_file() and not place.is_symlink():
                 yield place.relative_to(root).as_posix(), place
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from . import rebase_names
 from .diff import FileDiff
 from .paths import why_unsafe
 from .series import Patch
@@ -64,8 +65,8 @@ def _lines(file: FileDiff, above: int) -> Iterator[Found]:
                 yield number, "invisible", f"U+{ord(hidden[0]):04X}"
 
 
-def check_result(patch: Patch, before: Files, after: Files) -> Iterator[Found]:
-    """What only the files before and after the patch show."""
+def check_result(patch: Patch, before: Files, after: Files, overlay: Files) -> Iterator[Found]:
+    """What only the files before and after the patch show. overlay: its modules, by the path that imports see."""
     above = patch.raw[: len(patch.raw) - len(patch.text)].count(b"\n")
     for file in patch.files:
         old, new = before.get(file.path), after.get(file.path)
@@ -74,8 +75,28 @@ def check_result(patch: Patch, before: Files, after: Files) -> Iterator[Found]:
         yield from _line_ends(file, old, above)
         if new.data and not new.data.endswith(b"\n") and (not old or old.data[-1:] in (b"", b"\n")):
             yield above + file.line, "final-newline", f"{file.path} ends without a newline"
-        if file.path.endswith((".py", ".pyi")) and (error := broken(new.data)) and not (old and broken(old.data)):
-            yield above + file.line, "syntax", f"{file.path}:{error}"
+        if file.path.endswith((".py", ".pyi")):
+            found = _python(file.path, old.data if old else b"", new.data, overlay)
+            yield from ((above + file.line, *one) for one in found)
+
+
+def _python(path: str, old: bytes, new: bytes, overlay: Files) -> Iterator[tuple[str, str]]:
+    """What the patch broke: what was broken before it is not its fault."""
+    if error := broken(new):
+        if not broken(old):
+            yield "syntax", f"{path}:{error}"
+        return
+    for name in sorted(rebase_names.undefined(new, path) - rebase_names.undefined(old, path)):
+        yield "undefined-name", f"{path}: {name} is defined nowhere"
+    ours = {tuple(place.split("/")[:2]) for place in overlay}
+    for package in sorted({package for package, _ in ours}):
+        for module, name in sorted(rebase_names.imports(new, package) - rebase_names.imports(old, package)):
+            if tuple(module.split(".")[:2]) in ours and not rebase_names.resolves(module, name, _source(overlay)):
+                yield "undefined-name", f"{path}: the overlay has no {module}{f'.{name}' if name else ''}"
+
+
+def _source(files: Files) -> Callable[[str], bytes | None]:
+    return lambda path: files[path].data if path in files else None
 
 
 def _line_ends(file: FileDiff, old: File | None, above: int) -> Iterator[Found]:

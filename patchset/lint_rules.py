@@ -42,6 +42,7 @@ RULES: dict[str, tuple[str, str]] = {
     "conflict-marker": (ERROR, "settle the conflict"),
     "invisible": (ERROR, "remove the character: it makes text read differently from what runs"),
     "syntax": (ERROR, "mend the patch: the file no longer compiles"),
+    "undefined-name": (ERROR, "import or define it; an overlay module must hold what a hook imports"),
     "files": (WARNING, "a patch has one cause: split it, or move work into the overlay"),
     "lines": (WARNING, "thin patches, thick overlays: leave the hook here and move the rest into the overlay"),
     # overlays and claims

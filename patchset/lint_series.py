@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from . import diff, export, lint_diff, lint_head, series
@@ -13,7 +13,7 @@ from .ownership import Ownership
 from .pins import Pins, Release, Upstream
 from .rebase_replay import REBASED_FROM, state_of
 from .series import Patch
-from .shadow import Shadow
+from .shadow import File, Files, Shadow
 
 
 def check(root: Path, pins: Pins, upstream: Upstream, base: BaseFiles) -> Iterator[Finding]:
@@ -24,7 +24,6 @@ def check(root: Path, pins: Pins, upstream: Upstream, base: BaseFiles) -> Iterat
         yield Finding(f"{folder}/series", 1, "series", error.message)
         return
     yield from _strays(root, upstream, slugs)
-    yield from _overlay(root, upstream, base)
     done: set[Path] = set()
     default = upstream.release()
     for release in [default, *(r for r in upstream.releases.values() if r is not default)]:
@@ -38,6 +37,7 @@ def check(root: Path, pins: Pins, upstream: Upstream, base: BaseFiles) -> Iterat
                 yield Finding(f"{folder}/{slug}.patch", 1, kind, error.message)
                 patches = [patch for patch in patches if patch.slug != slug]
         yield from _release(root, pins, upstream, release, patches, base, done)
+    yield from _overlay(root, upstream, base)
 
 
 def _strays(root: Path, upstream: Upstream, slugs: list[str]) -> Iterator[Finding]:
@@ -59,7 +59,8 @@ def _release(root: Path, pins: Pins, upstream: Upstream, release: Release, patch
              done: set[Path]) -> Iterator[Finding]:
     """Walk the series on one release. A patch file is read where it is used first; applying is tried everywhere."""
     wanted = {path for patch in patches for path in [*patch.paths, *lint_head.anchor_paths(patch)]}
-    pristine = base(upstream, release, wanted)
+    overlay = _modules(root, upstream)
+    pristine = base(upstream, release, wanted | set(overlay) | _above(overlay))  # one reading of the archive
     order, subjects = [patch.slug for patch in patches], {}
     touched = {path for patch in patches for path in patch.paths}
     with Shadow({path: file for path, file in pristine.items() if path in touched}) as shadow:
@@ -86,11 +87,17 @@ def _release(root: Path, pins: Pins, upstream: Upstream, release: Release, patch
                 exact = diff.parse(export.diff_trees(shadow, before, shadow.tree), patch.slug)
                 leans = ownership.follow(patch.slug, exact)
                 if fresh:
-                    found += lint_diff.check_result(patch, files, after)
+                    found += lint_diff.check_result(patch, files, after, overlay)
                     found += [(line, "undeclared-dependency", f"its hunks hold lines of {slug}")
                               for line, slug in _undeclared(patch, patches[:number], leans)]
                 files = after
             yield from (Finding(name, *one) for one in found)
+
+
+def _modules(root: Path, upstream: Upstream) -> Files:
+    folder = root / "overlays" / upstream.name
+    return {path.relative_to(folder).as_posix(): File(path.read_bytes())
+            for path in sorted(folder.rglob("*.py")) if path.is_file()}
 
 
 def _stale(root: Path, patch: Patch) -> Iterator[lint_diff.Found]:
@@ -131,7 +138,7 @@ def _overlay(root: Path, upstream: Upstream, base: BaseFiles) -> Iterator[Findin
         for path in (Path(place, name) for name in sorted([*folders, *names])):
             if path.is_symlink():
                 yield Finding(path.relative_to(root).as_posix(), 1, "overlay-link", f"a link to {os.readlink(path)}")
-            elif path.is_file() and not path.name.startswith(".") and path.suffix != ".pyc":
+            elif path.is_file() and not path.name.startswith(".") and path.suffix not in (".pyc", ".md"):
                 files.append(path)
     targets = {path.relative_to(folder).as_posix(): path for path in files}
     for target, path in targets.items():
@@ -153,10 +160,13 @@ def _overlay_text(path: Path) -> Iterator[lint_diff.Found]:
             yield number, "conflict-marker", line.decode("utf-8", "replace")[:40]
 
 
+def _above(paths: Iterable[str]) -> set[str]:
+    return {parent.as_posix() for path in paths for parent in Path(path).parents} - {"."}
+
+
 def _shadowing(root: Path, upstream: Upstream, targets: dict[str, Path], base: BaseFiles) -> Iterator[Finding]:
     """An overlay path that a release has, or one below a file of the release."""
-    above = {parent.as_posix() for target in targets for parent in Path(target).parents} - {"."}
     for release in upstream.releases.values():
-        for path in sorted(base(upstream, release, set(targets) | above)):
+        for path in sorted(base(upstream, release, set(targets) | _above(targets))):
             hit = targets.get(path) or next(p for target, p in targets.items() if target.startswith(path + "/"))
             yield Finding(hit.relative_to(root).as_posix(), 1, "overlay-shadows", f"{release.version} has {path}")

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from checkout import BASE, BODY, NEW, OLD, TRAILERS, Checkout, edit, files, hooked
 
+from patchset import edit as edit_module
 from patchset import lint, lint_rules, series
 from patchset.lock import Lock
 from patchset.ownership import Ownership
@@ -190,6 +191,11 @@ CASES = {
     ("invisible", "in an overlay"): (change(OVERLAY, "fp32", f"fp{ZERO_WIDTH}32"), OVERLAY, 1),
     ("syntax", "patch"): (changes("toy/x.py", b"x = (1\n", b"x = 1\n"), THIRD, 18),
     ("syntax", "overlay"): (change(OVERLAY, "return x", "return (x"), OVERLAY, 5),
+    ("undefined-name", "no import"): (changes("toy/x.py", b"x = envs.FLAG\n", b"x = 1\n"), THIRD, 18),
+    ("undefined-name", "no such module"): (
+        changes("toy/x.py", b"import toy.zero_mismatch.gone\n", b"x = 1\n"), THIRD, 18),
+    ("undefined-name", "no such function"): (
+        changes("toy/x.py", b"from toy.zero_mismatch.gate import gates\n", b"x = 1\n"), THIRD, 18),
     ("files", ""): (several(7), THIRD, 18),
     ("lines", ""): (several(1, "x = 1\n" * 121), THIRD, 18),
     ("overlay-shadows", "file"): (release_has("toy/zero_mismatch/gate.py"), OVERLAY, 1),
@@ -254,6 +260,15 @@ def test_all_findings_come_at_once(made):
     made.change(OVERLAY, "return x", "return (x")
     made.write("patches/toy/more.draft", "x")
     assert rules(made) == ["arch", "draft", "syntax", "upstream-status"]
+
+
+def test_what_a_draft_left_open_is_one_finding_a_line(made):
+    head = edit_module.DRAFT.format(date="today").partition("\nUpstream-Status")
+    trailers = "Upstream-Status" + head[2]
+    body = head[0].partition("\n\n")[2].strip()
+    third("line 5\n", "line five\n", subject="TODO x", body=body, trailers=trailers)(made)
+    found = check(made)
+    assert {finding["rule"] for finding in found} == {"todo"} and len(found) == 7
 
 
 def test_a_broken_patch_does_not_hide_the_others(made):
