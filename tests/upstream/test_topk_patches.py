@@ -60,7 +60,7 @@ class _IndexerMetadata(types.SimpleNamespace):
     pass
 
 
-def _run_indexer(source, manager, metadata, logits, out, batch_invariant):
+def _run_indexer(source, manager, metadata, logits, out, batch_invariant, chunk_width=64):
     """Upstream's sparse_attn_indexer over given scores; metadata None is the profiling run."""
     scope = {
         "torch": torch, "envs": _envs(batch_invariant), "RADIX_TOPK_WORKSPACE_SIZE": 16,
@@ -87,7 +87,7 @@ def _run_indexer(source, manager, metadata, logits, out, batch_invariant):
     rows = logits.shape[0]
     return scope["sparse_attn_indexer"](
         torch.zeros(rows, 4), "cache", None, torch.zeros(rows, 1, 128), None, None, torch.zeros(rows, 1), 128, None, K,
-        128, 64, 64, out, True, False, False, "")
+        128, 64, chunk_width, out, True, False, False, "")
 
 
 def _prefill_metadata(rows, width):
