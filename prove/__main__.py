@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--json", action="store_true", help="print the record and nothing else")
         one.add_argument("--out", type=pathlib.Path, default=ROOT / "evidence", help="where the record goes")
         one.add_argument("--logs", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()) / "prove",
-                         help="where the engines' logs go")
+                         help="where the engines' logs and the repros go")
         one.add_argument("--cache", type=pathlib.Path, help="keep the JIT caches here: becomes the engines' HOME")
         one.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS",
                          help="start no case that would not fit; cases left out are named and fail the run")
@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     one = verb("bisect", "name the first layer and operator where two ways of running a request part")
     one.add_argument("--left", default="decode", help="one way: " + ", ".join(bisect.ARMS))
     one.add_argument("--right", default="prefill-alone", help="the other way")
+    one.add_argument("--contrast", action="store_true", help="with batch invariance off")
     one.add_argument("--tokens", type=int, default=400, help="sampled tokens in the workload (default 400)")
 
     one = verb("counter", "show that each patch is needed: without it something differs")
@@ -82,8 +83,8 @@ def run(args, screen: ui.UI) -> dict:
                                    tokens=args.tokens, invariant=not args.contrast,
                                    verb="contrast" if args.contrast else "rollout", **common)
         case "bisect":
-            return bisect.bisect(made, screen, arms=(args.left, args.right), tokens=args.tokens, invariant=True,
-                                 **common)
+            return bisect.bisect(made, screen, arms=(args.left, args.right), tokens=args.tokens,
+                                 invariant=not args.contrast, **common)
         case "counter":
             return counter.counter(made, screen, site=args.site, tokens=args.tokens,
                                    patches=args.patches.split(",") if args.patches else None, **common)

@@ -115,7 +115,7 @@ def bisect(recipe: Recipe, ui: UI, *, arms: tuple[str, str], tokens: int, invari
             finding = {"site": None, "why": "every watched call agrees on every row: the logits or the sampler differ"}
         else:
             try:
-                finding |= _repro(call, runs, arms, finding, request.id, out, subject)
+                finding |= _repro(call, runs, arms, finding, request.id, logs, subject)
             except EngineError as error:
                 finding["repro"] = {"form": None, "why": str(error)}
     finding |= {"request": request.id, "position": position, "missing": traces[0]["missing"]}
@@ -125,10 +125,10 @@ def bisect(recipe: Recipe, ui: UI, *, arms: tuple[str, str], tokens: int, invari
     return kept.data
 
 
-def _repro(call, runs, arms, finding: dict, watch: str, out: pathlib.Path, subject: str) -> dict:
+def _repro(call, runs, arms, finding: dict, watch: str, logs: pathlib.Path, subject: str) -> dict:
     """Runs both arms again up to the row that differs, keeping the call's arguments."""
     position = finding["key"][1]
     for arm, side in zip(arms, ("left", "right"), strict=True):
         runs(arm, side, keep=finding["site"], keep_position=position)
     name = f"repro-{subject}-" + "".join(c if c.isalnum() else "-" for c in finding["site"])
-    return {"repro": call("repro", watch=watch, position=position, folder=str((out / "repro").resolve()), name=name)}
+    return {"repro": call("repro", watch=watch, position=position, folder=str((logs / "repro").resolve()), name=name)}

@@ -212,6 +212,8 @@ def main() -> None:
     backend, command_fd, answer_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     with os.fdopen(command_fd, "r", encoding="utf-8") as commands:
         serve(_backend_class(backend), commands, answer_fd)
+    sys.stdout.flush()
+    os._exit(0)  # an engine's own shutdown can take long, and there is nothing left to save
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import sys
 
 import torch
 
-DATA = torch.load(pathlib.Path(__file__).with_suffix(".pt"), weights_only=False, map_location="{device}")
+DATA = torch.load(pathlib.Path(__file__).with_suffix(".pt"), weights_only=False)
 
 
 def target():
@@ -124,14 +124,13 @@ def reduce(function, left: dict, left_row: int, right: dict, right_row: int) -> 
     return {"form": "arms", "left": one, "right": two} if None not in bits and bits[0] != bits[1] else None
 
 
-def write(folder: pathlib.Path, name: str, site: str, path: str | None, module, pair: dict,
-          device: str) -> pathlib.Path:
+def write(folder: pathlib.Path, name: str, site: str, path: str | None, module, pair: dict) -> pathlib.Path:
     """<name>.py and <name>.pt: the script and the arguments."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / f"{name}.py"
     torch.save({"site": site, "path": path, "module": module, "left": pair["left"], "right": pair["right"]},
                script.with_suffix(".pt"))
-    script.write_text(SCRIPT.format(title=f"{site}: the same row, other bits ({pair['form']}).", device=device))
+    script.write_text(SCRIPT.format(title=f"{site}: the same row, other bits ({pair['form']})."))
     return script
 
 

@@ -154,7 +154,7 @@ class Backend:
             return {"form": None, "why": "replaying the call on its arguments alone shows no difference: it depends on "
                                          "state it reads (a KV cache, the step's attention metadata)"}
         try:
-            script = repro.write(pathlib.Path(folder), name, left["site"], left["path"], module, pair, "cuda")
+            script = repro.write(pathlib.Path(folder), name, left["site"], left["path"], module, pair)
         except Exception as error:  # noqa: BLE001 - pickling a module can fail in any way; the finding stands
             return {"form": pair["form"], "why": f"the module cannot be saved: {type(error).__name__}: {error}"}
         return {"form": pair["form"], "script": script.name, "rows": [pair["left"]["rows"], pair["right"]["rows"]]}

@@ -128,7 +128,7 @@ def test_the_repro_runs_by_itself_and_shows_the_difference(ops, tmp_path):
     assert function is ops.mix and module is None
     pair = repro.reduce(function, left, left["keys"].index(key), right, right["keys"].index(key))
     assert pair["form"] == "alone" and pair["left"]["rows"] == 5 and pair["right"]["rows"] == 1  # 9 rows halved to 5
-    script = repro.write(tmp_path / "out", "repro", left["site"], left["path"], module, pair, "cpu")
+    script = repro.write(tmp_path / "out", "repro", left["site"], left["path"], module, pair)
     started = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=False)

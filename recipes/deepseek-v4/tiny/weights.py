@@ -17,7 +17,12 @@ BLOCK = 128
 
 
 def _normal(shape, scale, generator, device):
+    # The dtype is named everywhere: vLLM loads with bfloat16 as torch's default.
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float32) * scale
+
+
+def _uniform(shape, generator, device):
+    return torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
 
 
 def _normal_by_row(gain):
@@ -42,14 +47,14 @@ def _fp8(param, generator):
 def _block_scale(gain):
     """Scales that turn `_fp8` rows into `_normal_by_row(gain)`, each block off by up to a quarter."""
     def fill(param, generator):
-        jitter = 0.75 + 0.5 * torch.rand(param.shape, generator=generator, device=param.device)
+        jitter = 0.75 + 0.5 * _uniform(param.shape, generator, param.device)
         param.copy_(jitter * gain * (param.shape[-1] * BLOCK) ** -0.5 / FP8_SPREAD)
     return fill
 
 
 def _expert_table(param, generator):
     """tid2eid: [vocab, top_k] int32, distinct experts for each token id."""
-    scores = torch.rand((param.shape[0], 256), generator=generator, device=param.device)
+    scores = _uniform((param.shape[0], 256), generator, param.device)
     param.copy_(scores.topk(param.shape[1], dim=-1).indices.to(param.dtype))
 
 

@@ -1,0 +1,74 @@
+"""The command line: its options are frozen, misuse exits 2, and what an engine is given."""
+import pathlib
+import sys
+
+import pytest
+
+from prove import __main__ as cli
+from prove import recipe
+
+COMMON = {"--help", "--recipe", "--tiny", "--json", "--out", "--logs", "--cache", "--budget"}
+OPTIONS = {
+    "rollout": {"--cases", "--tokens", "--contrast"},
+    "bisect": {"--left", "--right", "--tokens", "--contrast"},
+    "counter": {"--site", "--patches", "--tokens"},
+    "bench": {"--concurrent", "--prompt-tokens", "--out-tokens", "--runs"},
+    "unchanged": {"--pristine", "--tokens", "--concurrent", "--out-tokens", "--runs"},
+    "warm": {"--off"},
+}
+
+
+def test_the_options_are_these():
+    verbs = next(a for a in cli.parser()._actions if isinstance(a.choices, dict)).choices
+    found = {name: {o for a in one._actions for o in a.option_strings if o.startswith("--")}
+             for name, one in verbs.items()}
+    assert found == {name: COMMON | own for name, own in OPTIONS.items()}
+
+
+def test_misuse_exits_2_and_says_what_there_is(capsys):
+    assert cli.main(["rollout", "--recipe", "deepsek"]) == 2
+    assert "there are: deepseek-v4" in capsys.readouterr().err
+    assert cli.main(["rollout", "--recipe", "deepseek-v4", "--tiny", "--cases", "twic"]) == 2
+    assert cli.main(["bisect", "--recipe", "deepseek-v4", "--tiny", "--left", "decoed"]) == 2
+
+
+def test_no_engine_is_no_proof(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "")  # no vLLM here
+    code = cli.main(["rollout", "--recipe", "deepseek-v4", "--tiny", "--tokens", "100", "--cases", "twice", "--out",
+                     str(tmp_path), "--logs", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert code == 1 and "NOT passed (incomplete)" in said and "its engine did not start" in said
+
+
+def test_the_cache_folder_becomes_the_engines_home(tmp_path):
+    args = cli.parser().parse_args(["warm", "--recipe", "x", "--cache", str(tmp_path / "jit")])
+    assert cli.environment(args)["HOME"] == str(tmp_path / "jit") and (tmp_path / "jit").is_dir()
+
+
+def test_both_arms_of_the_recipe_differ_only_where_it_says():
+    made = recipe.load("deepseek-v4", tiny=True)
+    on, off = made.environment(True), made.environment(False)
+    assert {k for k in on if on[k] != off[k]} == {"VLLM_BATCH_INVARIANT"}
+    assert made.engine_flags(True) == made.engine_flags(False)
+    assert pathlib.Path(made.model, "config.json").is_file() and made.engine_flags(True)["load_format"] == "dummy"
+    full = recipe.load("deepseek-v4", tiny=False)
+    assert full.weights_script is None and "load_format" not in full.engine_flags(True)
+
+
+def test_an_unknown_section_is_refused(tmp_path):
+    folder = tmp_path / "recipes" / "x"
+    folder.mkdir(parents=True)
+    (folder / "recipe.toml").write_text("[engin]\n")
+    with pytest.raises(ValueError, match=r"unknown section \['engin'\]"):
+        recipe.load("x", False, root=tmp_path)
+
+
+def test_a_pipe_gets_no_progress_bar(capsys):
+    from prove.ui import UI
+
+    screen = UI(stream=sys.stdout)
+    with screen.bar("working", 3) as advance:
+        advance("one")
+    assert capsys.readouterr().out == ""
+    UI(json_only=True).say("nothing")
+    assert capsys.readouterr().out == ""
