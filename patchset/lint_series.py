@@ -1,11 +1,10 @@
 """One upstream's series as a whole: its files, its order, what each patch does to each pinned release, its overlay."""
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from . import diff, export, lint_diff, lint_head, series
+from . import diff, export, lint_diff, lint_head, lint_overlay, series
 from .errors import PatchsetError
 from .lint_rules import Finding
 from .lock import BaseFiles
@@ -25,6 +24,7 @@ def check(root: Path, pins: Pins, upstream: Upstream, base: BaseFiles) -> Iterat
         return
     yield from _strays(root, upstream, slugs)
     done: set[Path] = set()
+    overlay = {target: File(path.read_bytes()) for target, path in lint_overlay.files(root, upstream).items()}
     default = upstream.release()
     for release in [default, *(r for r in upstream.releases.values() if r is not default)]:
         patches = []
@@ -36,8 +36,8 @@ def check(root: Path, pins: Pins, upstream: Upstream, base: BaseFiles) -> Iterat
                 kind = "unreadable" if (root / folder / f"{slug}.patch").exists() else "series"
                 yield Finding(f"{folder}/{slug}.patch", 1, kind, error.message)
                 patches = [patch for patch in patches if patch.slug != slug]
-        yield from _release(root, pins, upstream, release, patches, base, done)
-    yield from _overlay(root, upstream, base)
+        yield from _release(root, pins, upstream, release, patches, base, done, overlay)
+    yield from lint_overlay.check(root, upstream, base)
 
 
 def _strays(root: Path, upstream: Upstream, slugs: list[str]) -> Iterator[Finding]:
@@ -56,11 +56,10 @@ def _strays(root: Path, upstream: Upstream, slugs: list[str]) -> Iterator[Findin
 
 
 def _release(root: Path, pins: Pins, upstream: Upstream, release: Release, patches: list[Patch], base: BaseFiles,
-             done: set[Path]) -> Iterator[Finding]:
+             done: set[Path], overlay: Files) -> Iterator[Finding]:
     """Walk the series on one release. A patch file is read where it is used first; applying is tried everywhere."""
     wanted = {path for patch in patches for path in [*patch.paths, *lint_head.anchor_paths(patch)]}
-    overlay = _modules(root, upstream)
-    pristine = base(upstream, release, wanted | set(overlay) | _above(overlay))  # one reading of the archive
+    pristine = base(upstream, release, wanted | lint_overlay.in_the_way(overlay))  # one reading of the archive
     order, subjects = [patch.slug for patch in patches], {}
     touched = {path for patch in patches for path in patch.paths}
     with Shadow({path: file for path, file in pristine.items() if path in touched}) as shadow:
@@ -94,12 +93,6 @@ def _release(root: Path, pins: Pins, upstream: Upstream, release: Release, patch
             yield from (Finding(name, *one) for one in found)
 
 
-def _modules(root: Path, upstream: Upstream) -> Files:
-    folder = root / "overlays" / upstream.name
-    return {path.relative_to(folder).as_posix(): File(path.read_bytes())
-            for path in sorted(folder.rglob("*.py")) if path.is_file()}
-
-
 def _stale(root: Path, patch: Patch) -> Iterator[lint_diff.Found]:
     """A patch for one release names the state of the patch that it was made from."""
     for line, value in lint_head.values(patch, REBASED_FROM):
@@ -125,48 +118,3 @@ def _undeclared(patch: Patch, earlier: list[Patch], leans: set[str]) -> Iterator
             left += by_slug[slug].depends_on
     end = patch.raw[: len(patch.raw) - len(patch.text)].count(b"\n")
     return ((end, slug) for slug in sorted(leans - declared))
-
-
-def _overlay(root: Path, upstream: Upstream, base: BaseFiles) -> Iterator[Finding]:
-    folder = root / "overlays" / upstream.name
-    if not folder.is_dir():
-        yield Finding(f"overlays/{upstream.name}", 1, "overlay-place", "no such folder")
-        return
-    files = []
-    for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
-        for path in (Path(place, name) for name in sorted([*folders, *names])):
-            if path.is_symlink():
-                yield Finding(path.relative_to(root).as_posix(), 1, "overlay-link", f"a link to {os.readlink(path)}")
-            elif path.is_file() and not path.name.startswith(".") and path.suffix not in (".pyc", ".md"):
-                files.append(path)
-    targets = {path.relative_to(folder).as_posix(): path for path in files}
-    for target, path in targets.items():
-        name = path.relative_to(root).as_posix()
-        if not target.startswith(f"{upstream.package}/"):
-            yield Finding(name, 1, "overlay-place", f"not under {upstream.package}/")
-        yield from (Finding(name, *one) for one in _overlay_text(path))
-    yield from _shadowing(root, upstream, targets, base)
-
-
-def _overlay_text(path: Path) -> Iterator[lint_diff.Found]:
-    data = path.read_bytes()
-    if path.suffix == ".py" and (error := lint_diff.broken(data)):
-        yield int(error.split(":")[0] if error[0].isdigit() else 1), "syntax", error
-    for number, line in enumerate(data.split(b"\n"), 1):
-        if hidden := lint_diff.INVISIBLE.search(line.decode("utf-8", "replace")):
-            yield number, "invisible", f"U+{ord(hidden[0]):04X}"
-        if lint_diff.MARKER.match(line):
-            yield number, "conflict-marker", line.decode("utf-8", "replace")[:40]
-
-
-def _above(paths: Iterable[str]) -> set[str]:
-    return {parent.as_posix() for path in paths for parent in Path(path).parents} - {"."}
-
-
-def _shadowing(root: Path, upstream: Upstream, targets: dict[str, Path], base: BaseFiles) -> Iterator[Finding]:
-    """An overlay path that a release has, or one below a file of the release."""
-    for release in upstream.releases.values():
-        for path in sorted(base(upstream, release, set(targets) | _above(targets))):
-            hit = targets.get(path) or next(p for target, p in targets.items() if target.startswith(path + "/"))
-            yield Finding(hit.relative_to(root).as_posix(), 1, "overlay-shadows", f"{release.version} has {path}")

@@ -2,12 +2,13 @@
 import copy
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from checkout import BASE, BODY, NEW, OLD, TRAILERS, Checkout, edit, files, hooked
 
 from patchset import edit as edit_module
-from patchset import lint, lint_rules, series
+from patchset import export, lint, lint_rules, series
 from patchset.lock import Lock
 from patchset.ownership import Ownership
 from patchset.rebase_replay import state_of
@@ -304,3 +305,15 @@ def parsed(before, after):
     from patchset import diff
 
     return diff.parse(git_diff(before, after), "x")
+
+
+def test_the_document_lists_every_rule_as_it_is():
+    page = (Path(__file__).resolve().parents[2] / "docs/patches.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- rules -->")[2].partition("<!-- end of rules -->")[0]
+    rows = [f"| `{name}` | {level} | {remedy} |" for name, (level, remedy) in lint_rules.RULES.items()]
+    assert [row for row in table.splitlines() if row.startswith("| `")] == rows
+
+
+def test_the_document_lists_every_trailer():
+    page = (Path(__file__).resolve().parents[2] / "docs/patches.md").read_text(encoding="utf-8")
+    assert [name for name in export.ORDER if f"\n| `{name}` | " not in page] == []
