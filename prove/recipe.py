@@ -1,7 +1,7 @@
 """Reads recipes/<name>/recipe.toml: which model, which engine flags, which environment.
 
 [engine] holds vllm EngineArgs by their own names; [engine.on] and [engine.off] are laid over it with batch invariance
-on and off. [env] is set before vLLM is imported. [tiny] names the small model's folder and its weights script.
+on and off. [env] is set before vLLM is imported, [env.on] and [env.off] likewise. [tiny] names the small model's folder and its weights script.
 """
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Recipe:
         return flags | self.data["engine"].get("on" if invariant else "off", {})
 
     def environment(self, invariant: bool) -> dict[str, str]:
-        return {**self.data.get("env", {}), "VLLM_BATCH_INVARIANT": "1" if invariant else "0"}
+        shared = {k: v for k, v in self.data.get("env", {}).items() if k not in ("on", "off")}
+        extra = self.data.get("env", {}).get("on" if invariant else "off", {})
+        return {**shared, **extra, "VLLM_BATCH_INVARIANT": "1" if invariant else "0"}
 
     def section(self, name: str) -> dict:
         return self.data.get(name, {})

@@ -43,6 +43,22 @@ def _sha(path: pathlib.Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
+def stale(folder: pathlib.Path, lock_path: pathlib.Path) -> dict[str, str]:
+    """Records that claim to have passed, but not with the lock of today: name -> why."""
+    digests = {target["digest"] for target in json.loads(lock_path.read_text())["targets"].values()}
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        data = json.loads(path.read_text())
+        if not data.get("passed"):
+            continue
+        locks = [engine["lock"] for engine in data["engines"].values()]
+        if not any(lock["state"] == "locked" for lock in locks):
+            found[path.name] = "no engine in it was the locked tree"
+        elif wrong := [lock for lock in locks if lock.get("digest") not in digests]:
+            found[path.name] = f"made with lock {wrong[0].get('digest')}"
+    return found
+
+
 def commit(root: pathlib.Path = ROOT) -> str:
     """The repository's commit, `+` if the tree was edited; "unknown" where the tree travels without its history."""
     def git(*arguments: str) -> str | None:

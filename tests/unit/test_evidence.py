@@ -1,0 +1,50 @@
+"""Evidence that passed was made with the lock of today; anything else is a claim about another tree."""
+import json
+import pathlib
+
+import pytest
+
+from prove import record
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+
+
+def test_no_record_in_the_repository_is_stale():
+    stale = record.stale(ROOT / "evidence", ROOT / "patchset.lock")
+    assert not stale, "run these again: " + "; ".join(f"{name}: {why}" for name, why in stale.items())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "patchset.lock").write_text(json.dumps({"targets": {"vllm@0/all": {"digest": "today", "paths": {}}}}))
+
+    def write(**data):
+        base = {"schema": 1, "passed": True, "complete": True,
+                "engines": {"graph": {"lock": {"state": "locked", "entry": "vllm@0/all", "digest": "today"}}}}
+        (tmp_path / "r.json").write_text(json.dumps(base | data))
+        return record.stale(tmp_path, tmp_path / "patchset.lock")
+    return write
+
+
+def test_a_record_of_todays_lock_is_fresh(folder):
+    assert folder() == {}
+
+
+def test_a_record_of_another_lock_is_stale(folder):
+    lock = {"state": "locked", "entry": "vllm@0/all", "digest": "yesterday"}
+    assert "r.json" in folder(engines={"graph": {"lock": lock}})
+
+
+def test_a_record_of_no_lock_is_stale(folder):
+    assert "r.json" in folder(engines={"graph": {"lock": {"state": "other", "digest": "today"}}})
+    assert "r.json" in folder(engines={})
+
+
+def test_a_record_that_does_not_claim_to_have_passed_is_left_alone(folder):
+    assert folder(passed=False, engines={}) == {}
+
+
+def test_the_untouched_wheel_may_stand_beside_the_locked_tree(folder):
+    locks = {"off": {"lock": {"state": "pristine", "digest": "today"}},
+             "on": {"lock": {"state": "locked", "digest": "today"}}}
+    assert folder(engines=locks) == {}
