@@ -1,7 +1,7 @@
 """Reads recipes/<name>/recipe.toml: which model, which engine flags, which environment.
 
-[engine] holds vllm EngineArgs by their own names; [engine.on] and [engine.off] are laid over it with batch invariance
-on and off. [env] is set before vLLM is imported, [env.on] and [env.off] likewise. [tiny] names the small model's folder and its weights script.
+[engine] holds vllm EngineArgs by their own names, [env] what is set before vLLM is imported; their tables .on and .off
+are laid over them with batch invariance on and off. [tiny] names the small model's folder and its weights script.
 """
 from __future__ import annotations
 

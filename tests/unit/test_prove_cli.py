@@ -55,6 +55,15 @@ def test_both_arms_of_the_recipe_differ_only_where_it_says():
     assert full.weights_script is None and "load_format" not in full.engine_flags(True)
 
 
+def test_each_arm_has_its_own_flags_and_environment(tmp_path):
+    made = recipe.Recipe("x", tmp_path, True, {
+        "tiny": {"engine": {"b": 2}}, "engine": {"a": 1, "b": 1, "on": {"c": 3}, "off": {"b": 9}},
+        "env": {"A": "1", "on": {"A": "2"}}})
+    assert made.engine_flags(True) == {"a": 1, "b": 2, "c": 3} and made.engine_flags(False) == {"a": 1, "b": 9}
+    assert made.environment(True) == {"A": "2", "VLLM_BATCH_INVARIANT": "1"}
+    assert made.environment(False) == {"A": "1", "VLLM_BATCH_INVARIANT": "0"}
+
+
 def test_an_unknown_section_is_refused(tmp_path):
     folder = tmp_path / "recipes" / "x"
     folder.mkdir(parents=True)
