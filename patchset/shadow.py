@@ -12,12 +12,13 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from .diff import unquote
 from .errors import ConflictError, Row
 from .git import GitError, Repository
 from .series import Patch
 
 OFFSET = re.compile(r"Hunk #(\d+) succeeded at (\d+) \(offset (-?\d+) lines?\)")
-CHECKING = re.compile(r"(?:Checking|Applied) patch (.+?)(?:\.\.\.| cleanly\.)")
+CHECKING = re.compile(r"(?:Checking|Applied) patch (.+?)(?:\.\.\.| cleanly\.)$")
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def absorbed(patch: Patch) -> ConflictError:
     """The error for a patch whose change is already in the base: never skipped."""
     return ConflictError(
         f"{patch.upstream}/{patch.slug} is absorbed: its change is already there, so it changes nothing",
-        remedy=f"check that upstream's change is the same, then take {patch.slug} out of patches/{patch.upstream}/series",
+        remedy=f"check that upstream's change is the same, then take {patch.slug} out of {patch.upstream}'s series",
         rows=[Row(path, "already changed", "unchanged by upstream") for path in patch.paths],
     )
 
@@ -157,7 +158,7 @@ def _offsets(said: str) -> list[Offset]:
     found, path = [], ""
     for line in said.splitlines():
         if match := CHECKING.match(line):
-            path = match[1]
+            path = unquote(match[1].encode())
         elif match := OFFSET.match(line):
             found.append(Offset(path, int(match[1]), int(match[2]), int(match[3])))
     return found
