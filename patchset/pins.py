@@ -2,13 +2,24 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from .errors import UsageError
+from .paths import why_unsafe
 
 SCHEMA = 1
+DIGEST = re.compile(r"[0-9a-f]{64}")
+VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.!+_-]*")  # it becomes a part of file names
+NUMBER, TEXT, TEXTS, TABLE = "a number", "a text", "a list of texts", "a table"
+KINDS = {
+    NUMBER: lambda value: type(value) is int,
+    TEXT: lambda value: isinstance(value, str),
+    TEXTS: lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+    TABLE: lambda value: isinstance(value, dict),
+}
 
 
 @dataclass(frozen=True)
@@ -71,12 +82,17 @@ def _choose(what: str, name: str, known) -> str:
     )
 
 
-def _checked(where: str, table: dict, allowed: set[str], required: set[str]) -> dict:
-    for key in table:
-        if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(sorted(allowed))}"
+def _checked(where: str, table, kinds: dict[str, str], required: set[str]) -> dict:
+    """The table itself. Raises UsageError naming a key that is unknown, lacking, or not of the kind it should be."""
+    if not isinstance(table, dict):
+        raise UsageError(f"patchset.toml: {where} is not a table", remedy=f"write it as [{where}]")
+    for key, value in table.items():
+        if key not in kinds:
+            near = difflib.get_close_matches(key, kinds, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(sorted(kinds))}"
             raise UsageError(f"patchset.toml: unknown key {key!r} in {where}", remedy=hint)
+        if not KINDS[kinds[key]](value):
+            raise UsageError(f"patchset.toml: {key} in {where} is not {kinds[key]}: {value!r}", remedy="mend it")
     missing = required - set(table)
     if missing:
         raise UsageError(f"patchset.toml: {where} lacks {', '.join(sorted(missing))}", remedy="add the missing keys")
@@ -84,15 +100,28 @@ def _checked(where: str, table: dict, allowed: set[str], required: set[str]) -> 
 
 
 def _release(upstream: str, version: str, table: dict) -> Release:
-    names = {field.name for field in fields(Release)} - {"version"}
-    _checked(f"upstream.{upstream}.release.{version}", table, names, {"sdist"})
+    where = f"upstream.{upstream}.release.{version}"
+    if not VERSION.fullmatch(version):
+        raise UsageError(f"patchset.toml: {version!r} in upstream.{upstream} is no version", remedy="mend it")
+    _checked(where, table, {field.name: TEXT for field in fields(Release) if field.name != "version"}, {"sdist"})
     for kind in ("sdist", "wheel"):
         digest = table.get(kind, "")
-        if digest and (len(digest) != 64 or set(digest) - set("0123456789abcdef")):
-            raise UsageError(
-                f"patchset.toml: {kind} of {upstream} {version} is no sha256", remedy="write the full 64 hex digits"
-            )
+        if (digest or kind == "sdist") and not DIGEST.fullmatch(digest):
+            raise UsageError(f"patchset.toml: {kind} in {where} is no sha256", remedy="write the full 64 hex digits")
     return Release(version=version, **table)
+
+
+def _upstream(name: str, table: dict) -> Upstream:
+    kinds = {"distribution": TEXT, "package": TEXT, "target": TEXT, "version": TEXT, "release": TABLE}
+    _checked(f"upstream.{name}", table, kinds, set(kinds))
+    for key in ("package", "target"):
+        if reason := why_unsafe(table[key]):
+            raise UsageError(f"patchset.toml: {key} in upstream.{name} leads elsewhere ({reason})",
+                             remedy="write a plain relative path")
+    releases = {version: _release(name, version, one) for version, one in table["release"].items()}
+    found = Upstream(name, table["distribution"], table["package"], table["target"], table["version"], releases)
+    found.release()
+    return found
 
 
 def load(root: Path) -> Pins:
@@ -104,20 +133,15 @@ def load(root: Path) -> Pins:
         raise UsageError(f"{path} does not exist", remedy="run apply.py from a zero-mismatch checkout") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"patchset.toml is not TOML: {error}", remedy="mend the line it names") from None
-    _checked("the top level", data, {"schema", "upstream", "profile"}, {"schema", "upstream", "profile"})
+    top = {"schema": NUMBER, "upstream": TABLE, "profile": TABLE}
+    _checked("the top level", data, top, set(top))
     if data["schema"] != SCHEMA:
         raise UsageError(f"patchset.toml has schema {data['schema']}, this tool reads {SCHEMA}", remedy="update it")
-    upstreams = {}
-    for name, table in data["upstream"].items():
-        keys = {"distribution", "package", "target", "version", "release"}
-        _checked(f"upstream.{name}", table, keys, keys)
-        releases = {v: _release(name, v, r) for v, r in table["release"].items()}
-        upstreams[name] = Upstream(name, table["distribution"], table["package"], table["target"],
-                                   table["version"], releases)
-        upstreams[name].release()
+    upstreams = {name: _upstream(name, table) for name, table in data["upstream"].items()}
     profiles = {}
     for name, table in data["profile"].items():
-        _checked(f"profile.{name}", table, {"upstreams", "arch"}, {"upstreams", "arch"})
+        kinds = {"upstreams": TEXTS, "arch": TEXTS}
+        _checked(f"profile.{name}", table, kinds, set(kinds))
         for upstream in table["upstreams"]:
             _choose("upstream", upstream, upstreams)
         profiles[name] = Profile(name, tuple(table["upstreams"]), tuple(table["arch"]))
