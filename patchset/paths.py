@@ -1,7 +1,7 @@
 """Which relative paths a patch, overlay or archive may name, and how they are reached without leaving the target.
 
 A path is refused if it is absolute, has an empty, `.`, `..` or `.git` part, a backslash, a colon in its first part
-(a drive), or a control character. On disk no part of it may be a symbolic link: a write would follow it out of the tree.
+(a drive), or a control character. On disk no part of it may be a symbolic link: a write would follow it out.
 """
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def inside(root: Path, path: str) -> Path:
     """`root`/`path` once no component below root is a symbolic link. Raises DirtyTarget otherwise."""
     reason = why_unsafe(path)
     if reason:
-        raise DirtyTarget(f"refusing the path {path!r}", remedy="mend the patch or overlay that names it", rows=[Row(path, reason, "a plain relative path")])
+        raise DirtyTarget(f"refusing the path {path!r}", remedy="mend the patch or overlay that names it",
+                          rows=[Row(path, reason, "a plain relative path")])
     here = root
     for part in path.split("/"):
         here = here / part
@@ -42,7 +43,7 @@ def inside(root: Path, path: str) -> Path:
         except FileNotFoundError:
             break
         except NotADirectoryError:
-            raise DirtyTarget("a file stands where a folder is needed", remedy="move it away, then run the command again",
+            raise DirtyTarget("a file stands where a folder is needed", remedy="move it away, then run it again",
                               rows=[Row(path, f"{here.parent} is a file", "a folder")]) from None
         if stat.S_ISLNK(mode):
             raise DirtyTarget(
