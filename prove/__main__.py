@@ -8,7 +8,7 @@ import pathlib
 import sys
 import tempfile
 
-from prove import bench, bisect, cases, counter, recipe, rollout, ui, unchanged, warm
+from prove import bench, bisect, cases, counter, recipe, record, rollout, ui, unchanged, warm
 from prove.engine import EngineError
 from prove.recipe import ROOT
 
@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--out", type=pathlib.Path, default=ROOT / "evidence", help="where the record goes")
         one.add_argument("--logs", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()) / "prove",
                          help="where the engines' logs and the repros go")
+        one.add_argument("--commit", help="the commit to record where the tree travels without its history")
         one.add_argument("--cache", type=pathlib.Path, help="keep the JIT caches here: becomes the engines' HOME")
         one.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS",
                          help="start no case that would not fit; cases left out are named and fail the run")
@@ -102,6 +103,7 @@ def run(args, screen: ui.UI) -> dict:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     screen = ui.UI(json_only=args.json)
+    record.Record.declared_commit = args.commit
     try:
         data = run(args, screen)
     except ValueError as error:

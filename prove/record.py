@@ -72,12 +72,14 @@ def commit(root: pathlib.Path = ROOT) -> str:
 class Record:
     """Collected while a command runs and written after every case, so that a killed run leaves what it had."""
 
+    declared_commit: str | None = None  # said by the user where the tree travels without its history
+
     def __init__(self, verb: str, subject: str, arguments: dict, folder: pathlib.Path):
         self.path = folder / f"{verb}-{subject}.json"
         self.data = {
             "schema": SCHEMA, "verb": verb, "subject": subject,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": commit(), "host": {"machine": platform.machine(), "python": platform.python_version()},
+            "commit": self.declared_commit or commit(), "host": {"machine": platform.machine(), "python": platform.python_version()},
             "arguments": arguments, "engines": {}, "rows": [], "complete": False, "passed": False,
         }
 

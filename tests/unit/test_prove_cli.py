@@ -7,7 +7,7 @@ import pytest
 from prove import __main__ as cli
 from prove import recipe
 
-COMMON = {"--help", "--recipe", "--tiny", "--json", "--out", "--logs", "--cache", "--budget"}
+COMMON = {"--help", "--recipe", "--tiny", "--json", "--out", "--logs", "--commit", "--cache", "--budget"}
 OPTIONS = {
     "rollout": {"--cases", "--tokens", "--contrast"},
     "bisect": {"--left", "--right", "--tokens", "--contrast"},

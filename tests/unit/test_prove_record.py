@@ -66,3 +66,9 @@ def test_no_path_of_the_machine_reaches_a_record(tmp_path):
     kept = record.Record("rollout", "m", {}, tmp_path)
     kept.engine("graph", {"gpu": "g", "vllm_path": "/somewhere/vllm"}, {"model": "/here/tiny", "seed": 0}, {}, {})
     assert "/somewhere" not in kept.path.read_text() and "/here" not in kept.path.read_text()
+
+
+def test_a_declared_commit_stands_where_there_is_no_history(tmp_path, monkeypatch):
+    monkeypatch.setattr(record.Record, "declared_commit", "abc")
+    assert record.Record("rollout", "m", {}, tmp_path).data["commit"] == "abc"
+    assert record.commit(tmp_path) == "unknown"

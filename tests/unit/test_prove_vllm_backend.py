@@ -4,7 +4,7 @@ import types
 import numpy as np
 import torch
 
-from prove import vllm_backend
+from prove import steps, vllm_backend
 from prove.engine import unpack
 
 
@@ -42,20 +42,20 @@ def test_steps_are_counted_only_inside_a_run():
     pool = types.SimpleNamespace(num_gpu_blocks=10, get_num_free_blocks=lambda: 4)
     scheduler = types.SimpleNamespace(kv_cache_manager=types.SimpleNamespace(block_pool=pool),
                                       _preempt_request=lambda request: None)
-    steps = vllm_backend.Steps(runner, scheduler)
+    seen = steps.Steps(runner, scheduler)
 
     def step(**counts):
         runner.cudagraph_manager.dispatch()
         assert runner.execute_model(types.SimpleNamespace(num_scheduled_tokens=counts)) == "ran"
 
     step(a=5)
-    with steps.counted():
+    with seen.counted():
         step(a=1, b=1)
         step(a=1, b=300)
         step(a=7)
         scheduler._preempt_request("a")
     step(a=1)
-    assert steps.summary() == {"modes": {"FULL": 3}, "decode_rows": [2], "mixed_steps": 1, "longest_chunk": 300,
+    assert seen.summary() == {"modes": {"FULL": 3}, "decode_rows": [2], "mixed_steps": 1, "longest_chunk": 300,
                                "chunks": 2, "preemptions": 1, "peak_blocks": 6}
 
 
@@ -65,3 +65,18 @@ def test_the_weights_digest_sees_one_bit():
     assert before == vllm_backend.parameters_digest(model)
     model.bias.data.view(torch.int32)[2] ^= 1
     assert before != vllm_backend.parameters_digest(model)
+
+
+def test_only_steps_in_which_all_decode_are_timed():
+    runner = types.SimpleNamespace(execute_model=lambda output: "ran")
+    clock = steps.Clock(runner, rows=3, profile_steps=0)
+
+    def step(*counts):
+        runner.execute_model(types.SimpleNamespace(num_scheduled_tokens=dict(enumerate(counts)),
+                                                   total_num_scheduled_tokens=sum(counts)))
+    with clock:
+        for counts in ((5, 5, 5), (1, 1, 1), (1, 1, 1), (1, 1)):
+            step(*counts)
+    step(1, 1, 1)  # the clock is gone
+    found = clock.summary()
+    assert found["decode_steps"] == 2 and found["decode_tokens_per_second"] > 0 and found["kernels"] == []

@@ -1,0 +1,121 @@
+"""Looks over the model runner's shoulder: what its steps were, when they ran, which kernels they launched."""
+from __future__ import annotations
+
+import collections
+import contextlib
+import time
+
+
+class Clock:
+    """Times, or profiles, the steps of a run in which `rows` requests all decode."""
+
+    def __init__(self, runner, rows: int, profile_steps: int):
+        self.runner, self.rows, self.profile_steps = runner, rows, profile_steps
+        self.times: list[float] = []
+        self.profiler, self.kernels, self.profiled = None, [], 0
+
+    def __enter__(self) -> Clock:
+        self.execute = self.runner.execute_model
+        self.runner.execute_model = self._step
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.runner.execute_model = self.execute
+        if self.profiler is not None:
+            self._stop()
+
+    def _step(self, scheduler_output, *args, **kwargs):
+        counts = scheduler_output.num_scheduled_tokens
+        if len(counts) == self.rows == scheduler_output.total_num_scheduled_tokens:
+            self.times.append(time.perf_counter())
+            if self.profile_steps and len(self.times) == 20:  # by now the pipeline is full and the clocks are up
+                self._start()
+            elif self.profiler is not None:
+                self.profiled += 1
+                if self.profiled == self.profile_steps:
+                    self._stop()
+        return self.execute(scheduler_output, *args, **kwargs)
+
+    def _start(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self.profiler.start()
+
+    def _stop(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        self.profiler.stop()
+        self.kernels = [{"name": e.key, "count": e.count, "us": e.self_device_time_total}
+                        for e in self.profiler.key_averages() if e.self_device_time_total > 0]
+        self.profiler = None
+
+    def summary(self) -> dict:
+        times = self.times
+        decode = (len(times) - 1) * self.rows / (times[-1] - times[0]) if len(times) > 1 else 0.0
+        return {"decode_steps": len(times), "decode_tokens_per_second": decode, "kernels": self.kernels,
+                "profiled_steps": self.profiled}
+
+
+class Steps:
+    """Counts what the model runner really did, so that a case can show it was not vacuous."""
+
+    def __init__(self, runner, scheduler):
+        self.pool = scheduler.kv_cache_manager.block_pool
+        self._on, self.held = False, 0
+        self._zero()
+        execute, preempt = runner.execute_model, scheduler._preempt_request
+
+        def counted_execute(scheduler_output, *args, **kwargs):
+            self._batch(scheduler_output)
+            return execute(scheduler_output, *args, **kwargs)
+
+        def counted_preempt(*args, **kwargs):
+            self.preemptions += self._on
+            return preempt(*args, **kwargs)
+
+        runner.execute_model, scheduler._preempt_request = counted_execute, counted_preempt
+        if runner.cudagraph_manager is not None:
+            dispatch = runner.cudagraph_manager.dispatch
+
+            def counted_dispatch(*args, **kwargs):
+                described = dispatch(*args, **kwargs)
+                if self._on:
+                    self.modes[described.cg_mode.name] += 1
+                return described
+
+            runner.cudagraph_manager.dispatch = counted_dispatch
+
+    def _zero(self) -> None:
+        self.modes, self.decode_rows, self.mixed, self.prefills = collections.Counter(), set(), 0, []
+        self.preemptions, self.peak_blocks, self.idle = 0, 0, 0
+
+    def _batch(self, scheduler_output) -> None:
+        counts = list(scheduler_output.num_scheduled_tokens.values())
+        self.idle = 0 if counts else self.idle + 1
+        if not self._on or not counts:
+            return
+        used = self.pool.num_gpu_blocks - self.pool.get_num_free_blocks() - self.held
+        self.peak_blocks = max(self.peak_blocks, used)
+        prefill = [c for c in counts if c > 1]
+        if not prefill:
+            self.decode_rows.add(len(counts))
+        elif len(prefill) < len(counts):
+            self.mixed += 1
+        self.prefills += prefill
+
+    @contextlib.contextmanager
+    def counted(self):
+        self._zero()
+        self._on = True
+        try:
+            yield self
+        finally:
+            self._on = False
+
+    def summary(self) -> dict:
+        return {"modes": dict(self.modes), "decode_rows": sorted(self.decode_rows), "mixed_steps": self.mixed,
+                "longest_chunk": max(self.prefills, default=0), "chunks": len(self.prefills),
+                "preemptions": self.preemptions, "peak_blocks": self.peak_blocks}
