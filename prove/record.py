@@ -79,7 +79,8 @@ class Record:
         self.data = {
             "schema": SCHEMA, "verb": verb, "subject": subject,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": self.declared_commit or commit(), "host": {"machine": platform.machine(), "python": platform.python_version()},
+            "commit": self.declared_commit or commit(),
+            "host": {"machine": platform.machine(), "python": platform.python_version()},
             "arguments": arguments, "engines": {}, "rows": [], "complete": False, "passed": False,
         }
 
