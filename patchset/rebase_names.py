@@ -12,6 +12,7 @@ import io
 import symtable
 import tokenize
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 from .rebase_merge import Group
 
@@ -19,6 +20,7 @@ Source = Callable[[str], bytes | None]
 MODULE_NAMES = {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__path__", "__loader__", "__builtins__"}
 
 
+@lru_cache(maxsize=64)
 def undefined(source: bytes, path: str) -> set[str]:
     """Names that some scope reads and neither it, an enclosing one, the module nor Python defines."""
     try:
@@ -47,6 +49,7 @@ def _declared_global(scope: symtable.SymbolTable) -> set[str]:
     return own.union(*map(_declared_global, scope.get_children()))
 
 
+@lru_cache(maxsize=64)
 def words(source: bytes) -> dict[int, set[str]]:
     """The identifiers of each line, comments and strings left out."""
     found: dict[int, set[str]] = {}
@@ -97,6 +100,7 @@ def resolves(module: str, name: str, source: Source) -> bool:
     return data is not None and _offers(data, name)
 
 
+@lru_cache(maxsize=1024)
 def _offers(data: bytes, name: str) -> bool:
     try:
         top = symtable.symtable(data.decode("utf-8"), "module", "exec")
@@ -105,16 +109,16 @@ def _offers(data: bytes, name: str) -> bool:
     return not {name, "__getattr__"}.isdisjoint(_defined(top)) or b"import *" in data
 
 
-def broken(after: bytes, others: list[bytes], path: str, package: str, old: Source, new: Source) -> list[str]:
-    """What a patched file leans on in vain. `others` (the file before the patch, and patched in the old release) show
-    which names pass for defined all the same."""
-    had = set().union(*(undefined(other, path) for other in others))
-    found = [f"{path}: {name} is not defined" for name in sorted(undefined(after, path) - had)]
-    return found + [f"{path}: {name} is not there to import" for name in lost_imports(after, package, old, new)]
+def broken(after: bytes, before: bytes, twin: bytes, path: str, package: str, old: Source, new: Source) -> list[str]:
+    """What a patched file leans on in vain. What the release's own file (`before`) imports is there; what it or the
+    file as patched in the old release (`twin`) leaves undefined passes for defined."""
+    fresh = undefined(after, path) - undefined(before, path) - undefined(twin, path)
+    lost = lost_imports(imports(after, package) - imports(before, package), old, new)
+    return [f"{path}: {name} is not defined" for name in sorted(fresh)] + [
+        f"{path}: {name} is not there to import" for name in lost]
 
 
-def lost_imports(source: bytes, package: str, old: Source, new: Source) -> list[str]:
-    """Imports of a file that the old release satisfies and the new one does not."""
-    lost = [(module, name) for module, name in imports(source, package)
-            if resolves(module, name, old) and not resolves(module, name, new)]
+def lost_imports(wanted: Iterable[tuple[str, str]], old: Source, new: Source) -> list[str]:
+    """Those of some imports that the old release satisfies and the new one does not."""
+    lost = [one for one in wanted if resolves(*one, old) and not resolves(*one, new)]
     return sorted(f"{module}.{name}" if name else module for module, name in lost)

@@ -142,8 +142,8 @@ class Replay:
         for path, file in result.after.items():
             before = result.before.get(path)
             if path.endswith(".py") and file != before:
-                others = [other.data for other in (before, twins.get(path)) if other]
-                found += rebase_names.broken(file.data, others, path, self.package, *sources)
+                others = [other.data if other else b"" for other in (before, twins.get(path))]
+                found += rebase_names.broken(file.data, *others, path, self.package, *sources)
         for file in [] if result.resolved else result.files:
             upstream = result.before.get(file.target)
             if file.path.endswith(".py") and file.path in base and file.path in patched and upstream:
@@ -156,7 +156,8 @@ class Replay:
         """Imports of our own modules that the old release satisfied and the new one, as carried, does not."""
         old, new = self._source(self.old.get, self.releases[0]), self._source(self.now)
         return [f"{path}: {name} is not there to import" for path, file in sorted(self.overlay.items())
-                if path.endswith(".py") for name in rebase_names.lost_imports(file.data, self.package, old, new)]
+                if path.endswith(".py")
+                for name in rebase_names.lost_imports(rebase_names.imports(file.data, self.package), old, new)]
 
     def _source(self, *releases: Release) -> rebase_names.Source:
         """The bytes of a path in the overlay or the first release that has it."""
