@@ -34,7 +34,7 @@ def softplus(v):
     return tl.where(v > LINEAR_FROM, v, log1p)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "piece_ptr", "scratch_ptr"])
+@triton.jit(do_not_specialize=["stride_slots"], do_not_specialize_on_alignment=["slots_ptr", "piece_ptr"])
 def _decay_kernel(
     piece_ptr, slots_ptr, stride_slots,
     dt_ptr, x_ptr, b_ptr, a_ptr, bias_ptr,  # the step

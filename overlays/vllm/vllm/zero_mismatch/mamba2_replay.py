@@ -5,9 +5,9 @@ state S at the chunk's start and of rows 0..r (`mamba2_scan`), the decay of row 
 (`mamba2_decay`), and S changes when a chunk is full (`mamba2_state`). Upstream decodes by a recurrence over S instead,
 which rounds otherwise from the first token on (vllm #55524).
 
-A request keeps, a layer: S at its chunk's start (fp32, in vLLM's own state slot), and a ring of the chunk's rows so far:
-x, B after the convolution, dt and decay. The ring begins anew with each chunk, so wherever a position is a multiple of
-Q (prefix-cache blocks are) the state is S alone.
+A request keeps, a layer: S at its chunk's start (fp32, in vLLM's own state slot) and a ring of the chunk's rows so far,
+x and B after the convolution, dt and decay. The ring begins anew with each chunk, so wherever a position is a multiple
+of Q (prefix-cache blocks are) the state is S alone.
 
 Three launches a step when decoding (decay, scan, state), the same three binaries in a prefill. CUDA-graph-safe: a
 decode step reads lengths and slots on the device, and allocates nothing.
@@ -75,7 +75,7 @@ def check_sizes(sizes: tuple[int, int, int, int, int]) -> None:
 
 
 def prefill(step: Step, cache: Cache, pieces: mamba2_pieces.Pieces, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Rows of every piece; slots: [requests] int32; out: [tokens, H * P]. Leaves S and the ring as decode wants them."""
+    """Rows of every piece; slots: [requests] int32; out: [tokens, H * P]. Leaves S and the ring for decode."""
     heads, head_dim, _, state, chunk = step.sizes
     count = pieces.table.shape[0]
     scratch = torch.empty((count, 2, heads, chunk), dtype=torch.float32, device=out.device)
@@ -98,7 +98,8 @@ def recurrence(step: Step, begin: int, end: int, state: torch.Tensor) -> tuple[t
     """Tokens [begin, end) of one request, one by one in fp64: (y [tokens, H, P], the state after them [H, P, N])."""
     heads, head_dim, groups, size, _ = step.sizes
     x = step.x[begin:end].double().view(-1, heads, head_dim)
-    b, c = (t[begin:end].double().view(-1, groups, size).repeat_interleave(heads // groups, 1) for t in (step.b, step.c))
+    b, c = (t[begin:end].double().view(-1, groups, size) for t in (step.b, step.c))
+    b, c = (t.repeat_interleave(heads // groups, 1) for t in (b, c))
     dt = torch.nn.functional.softplus(step.dt[begin:end].double() + step.dt_bias.double(), threshold=700)
     state, ys = state.double(), []
     for t in range(end - begin):
@@ -109,7 +110,7 @@ def recurrence(step: Step, begin: int, end: int, state: torch.Tensor) -> tuple[t
 
 
 def absolute(step: Step) -> Step:
-    """The step of all magnitudes: its recurrence bounds the sum of the terms' magnitudes, by which rounding is judged."""
+    """The step of all magnitudes: its recurrence is the sum by which rounding is judged."""
     return replace(step, **{name: getattr(step, name).abs() for name in ("x", "b", "c", "d")})
 
 

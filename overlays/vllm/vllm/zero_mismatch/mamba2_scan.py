@@ -22,7 +22,8 @@ from vllm.zero_mismatch.mamba2_state import dot, rows
 # Rows of a tile: the least a tensor core takes. A decode step computes one tile, and its cost is the tile's.
 TILE = 16
 # Heads of one program: they share the C B products. Four read 128 KiB of state a program (two or more programs an SM
-# keep the memory busy at batch 32) and save three quarters of the reads of B. Heads are independent: no bit depends on it.
+# keep the memory busy at batch 32) and save three quarters of the reads of B. Heads are independent, so no bit depends
+# on their number.
 HEADS = 4
 WARPS = 4
 STAGES = 2  # the next head's state and x are on their way while this one multiplies
@@ -30,7 +31,7 @@ STAGES = 2  # the next head's state and x are on their way while this one multip
 _INTERPRETED = triton.knobs.runtime.interpret
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "piece_ptr", "scratch_ptr", "states_ptr", "out_ptr"])
+@triton.jit(do_not_specialize=["stride_slots"], do_not_specialize_on_alignment=["slots_ptr", "piece_ptr"])
 def _scan_kernel(
     piece_ptr, slots_ptr, stride_slots,
     x_ptr, b_ptr, c_ptr, d_ptr, scratch_ptr, ring_x_ptr, ring_b_ptr, ring_steps_ptr, states_ptr, out_ptr,

@@ -38,7 +38,8 @@ def dot(a, b, WIDEN: tl.constexpr):
     return tl.dot(a, b)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "piece_ptr", "request_ptr", "scratch_ptr"])
+@triton.jit(do_not_specialize=["stride_slots"],
+            do_not_specialize_on_alignment=["slots_ptr", "piece_ptr", "request_ptr"])
 def _state_kernel(
     request_ptr, piece_ptr, slots_ptr, stride_slots,
     x_ptr, b_ptr, scratch_ptr, ring_x_ptr, ring_b_ptr, ring_steps_ptr, ssm_ptr, states_ptr,
@@ -70,7 +71,8 @@ def _state_kernel(
         if tl.load(piece + END) == Q:
             first, in_ring, token = tl.load(piece + FIRST), tl.load(piece + IN_RING), tl.load(piece + TOKEN)
             at = token.to(tl.int64) * stride_xbc
-            steps_new = scratch_ptr + state.to(tl.int64) * (2 * H * Q) + h * Q  # a prefill piece's state has its own number
+            # A prefill piece's state has the piece's own number.
+            steps_new = scratch_ptr + state.to(tl.int64) * (2 * H * Q) + h * Q
             steps = tl.where(k < in_ring, steps_ring + k, steps_new + k)
             last = tl.load(tl.where(in_ring == Q, steps_ring, steps_new) + H * Q + Q - 1)
             scale = tl.exp2(last - tl.load(steps + H * Q)) * tl.load(steps)

@@ -189,8 +189,6 @@ DEEPSEEK_V4 = Family(
     ),
 )  # fmt: skip
 
-FAMILIES = (DEEPSEEK_V4,)
-
 
 def _check(rule: Rule, config: Any, facts: Facts) -> Violation | None:
     try:
@@ -203,9 +201,15 @@ def _check(rule: Rule, config: Any, facts: Facts) -> Violation | None:
     return Violation(rule.setting, str(found), rule.expected, rule.remedy)
 
 
+def families() -> tuple[Family, ...]:
+    from vllm.zero_mismatch.policy_nemotron_h import NEMOTRON_H
+
+    return DEEPSEEK_V4, NEMOTRON_H
+
+
 def family_of(config: Any) -> Family | None:
     names = set(config.model_config.architectures) if config.model_config is not None else set()
-    return next((family for family in FAMILIES if names & family.architectures), None)
+    return next((family for family in families() if names & family.architectures), None)
 
 
 def violations(config: Any, facts: Facts) -> list[Violation]:

@@ -1,0 +1,131 @@
+"""Times a Mamba-2 layer's chunk replay against upstream's selective_state_update on one GPU, at decode.
+
+    python tests/gpu/bench_mamba2.py [--out FILE] [--sweep]
+
+Sizes of Nemotron-3.5-Lightning: 64 heads x 64, 8 groups, state 128, chunk 128. A time is the median over replays of a
+CUDA graph of calls that rotate over enough slots to leave the L2 cache cold, in microseconds a call. `average` is the
+mean over all rows, each request at another row, as in serving. --sweep tries other heads a program, warps and stages,
+after checking that they give the same bits.
+"""
+import argparse
+import itertools
+import json
+import statistics
+
+import torch
+from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan
+
+SIZES = (64, 64, 8, 128, 128)
+BATCHES = (32, 128, 256)
+ROWS = (0, 15, 127)
+COLD = 2  # copies of the batch's slots to rotate over: 32 requests' states alone would fit the L2 cache
+CALLS, REPLAYS = 8, 15
+HEADS_WARPS_STAGES = list(itertools.product((1, 2, 4, 8), (4, 8), (1, 2, 3)))
+
+
+def microseconds(calls) -> float:
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(CALLS):
+            calls[number % len(calls)]()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / CALLS)
+    return round(statistics.median(times), 2)
+
+
+class Batch:
+    def __init__(self, batch: int):
+        self.batch = batch
+        self.copies = max(COLD, -(-128 // batch))
+        self.step = mamba2_replay.random_step(batch, SIZES, torch.device("cuda"))
+        self.cache = mamba2_replay.new_cache(batch * self.copies + 1, SIZES, torch.bfloat16, "cuda", 0.01)
+        self.slots = [torch.arange(1, batch + 1, dtype=torch.int32, device="cuda") + copy * batch
+                      for copy in range(self.copies)]
+        self.out = torch.empty_like(self.step.x)
+
+    def pieces(self, rows) -> mamba2_pieces.Pieces:
+        lengths = torch.as_tensor(rows, dtype=torch.int32, device="cuda") + 1
+        return mamba2_pieces.DecodeTable(self.batch, SIZES[-1], "cuda").fill(lengths)
+
+    def replay(self, rows) -> float:
+        pieces = self.pieces(rows)
+        return microseconds([lambda s=s: mamba2_replay.decode(self.step, self.cache, pieces, s, self.out)
+                             for s in self.slots])
+
+    def update(self) -> float:
+        from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
+
+        heads, head_dim, groups, state, _ = SIZES
+        step = self.step
+        x = step.x.reshape(self.batch, heads, head_dim)
+        dt = step.dt[:, :, None].expand(-1, -1, head_dim)
+        a = step.a[:, None, None].expand(-1, head_dim, state)
+        d, bias = (t[:, None].expand(-1, head_dim) for t in (step.d, step.dt_bias))
+        b, c = (t.reshape(self.batch, groups, state) for t in (step.b, step.c))
+        out = self.out.view(self.batch, heads, head_dim)
+        return microseconds([lambda s=s: selective_state_update(
+            self.cache.ssm, x, dt, a, b, c, d, dt_bias=bias, dt_softplus=True, state_batch_indices=s[:, None],
+            dst_state_batch_indices=s[:, None], out=out) for s in self.slots])
+
+
+def decode_times(batch: int) -> dict:
+    bench = Batch(batch)
+    rows = {str(row): bench.replay([row] * batch) for row in ROWS}
+    spread = [(37 * i) % SIZES[-1] for i in range(batch)]
+    rows["average"] = bench.replay(spread)
+    update = bench.update()
+    return {"batch": batch, "selective_state_update": update, "replay": rows,
+            "worst_ratio": round(rows["127"] / update, 3), "average_ratio": round(rows["average"] / update, 3)}
+
+
+def sweep(batch: int) -> list[dict]:
+    """The scan alone at row 127, by heads a program, warps and stages; every setting must give the same bits."""
+    bench, found, first = Batch(batch), [], None
+    pieces = bench.pieces([126] * batch)
+    for heads, warps, stages in HEADS_WARPS_STAGES:
+        mamba2_scan.HEADS, mamba2_scan.WARPS, mamba2_scan.STAGES = heads, warps, stages
+
+        def call(slots):
+            mamba2_scan.scan(bench.step, bench.cache, pieces, slots, bench.cache.steps, bench.cache.ssm, bench.out)
+        try:
+            time = microseconds([lambda s=s: call(s) for s in bench.slots])
+        except Exception as error:  # noqa: BLE001 - a setting that does not fit the GPU is a row too
+            found.append({"heads": heads, "warps": warps, "stages": stages, "error": str(error)[:100]})
+            continue
+        call(bench.slots[0])
+        words = bench.out.view(torch.int16).clone()
+        first = words if first is None else first
+        found.append({"batch": batch, "heads": heads, "warps": warps, "stages": stages, "us": time,
+                      "differing": int((words != first).sum())})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out")
+    parser.add_argument("--sweep", action="store_true")
+    args = parser.parse_args()
+    result = {"gpu": torch.cuda.get_device_name(0), "sizes": SIZES, "decode": []}
+    for batch in BATCHES:
+        result["decode"].append(decode_times(batch))
+        print(json.dumps(result["decode"][-1]), flush=True)
+        torch.cuda.empty_cache()
+    if args.sweep:
+        result["sweep"] = [row for batch in (32, 256) for row in sweep(batch)]
+        for row in sorted(result["sweep"], key=lambda r: (r.get("batch", 0), r.get("us", 1e9))):
+            print(json.dumps(row))
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
