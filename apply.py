@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -167,10 +168,12 @@ def parser() -> argparse.ArgumentParser:
     made["fetch"].add_argument("--version", metavar="V", help="the pinned release (default: the upstream's own)")
     made["fetch"].add_argument("--git", metavar="URL", help="clone the pinned tag into build/ (one --upstream)")
     made["new"].add_argument("slug", help="lower-case words joined by '-'")
-    made["refresh"].add_argument("slug", nargs="?", help="the patch that takes the edits (default: the last that touches them)")
+    made["refresh"].add_argument("slug", nargs="?",
+                                 help="the patch that takes the edits (default: the last that touches the files)")
     for verb in ("new", "refresh", "rebase"):
         made[verb].add_argument("--upstream", default="vllm", metavar="NAME", help="default: vllm")
-    made["refresh"].add_argument("--from", dest="tree", type=Path, metavar="DIR", help="the edited tree (default: build/…)")
+    made["refresh"].add_argument("--from", dest="tree", type=Path, metavar="DIR",
+                                 help="the edited tree (default: build/…)")
     made["export"].add_argument("--check", action="store_true", help="write nothing; exit 1 if anything would change")
     made["rebase"].add_argument("--to", required=True, metavar="VERSION", help="the release to move to")
     made["rebase"].add_argument("--out", type=Path, metavar="DIR", help="where proposals and conflicts go")
@@ -178,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
     for verb in ("report", "why"):
         made[verb].add_argument("--version", metavar="V", help="the pinned release (default: the upstream's own)")
     made["why"].add_argument("path", help="a path as upstream names it, e.g. vllm/models/deepseek_v4/attention.py")
-    made["completions"].add_argument("shell", choices=["bash", "zsh", "fish"])
+    made["completions"].add_argument("shell", choices=["bash", "zsh", "fish"], help="whose completions")
     return top
 
 
@@ -198,9 +201,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _print(args, data: dict, code: int, lines: list[str], stream) -> None:
     if args.json:
-        print(json.dumps({"schema": JSON_SCHEMA, "verb": args.verb, "exit": code, **data}, indent=1))
-    elif lines:
-        print("\n".join(lines), file=stream)
+        stream = sys.stdout
+        text = json.dumps({"schema": JSON_SCHEMA, "verb": args.verb, "exit": code, **data}, indent=1)
+    else:
+        text = "\n".join(lines)
+    try:
+        print(text, end="\n" if text else "", file=stream, flush=True)
+    except BrokenPipeError:  # the reader has seen enough: apply.py report | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":
