@@ -116,12 +116,12 @@ def test_wide_bounds_are_the_unclipped_estimator():
 
 
 def test_sequence_gate_keeps_or_drops_whole_responses():
-    logprob = torch.tensor([[0.0, 0.0], [0.0, 0.0]]) - 1
-    rollout = logprob - torch.tensor([[1.2, -1.2], [0.9, 0.9]])  # geometric means 1 and e^0.9
-    found = mis(logprob, rollout, torch.ones(2, 2, dtype=torch.bool), torch.ones(2), low=0.5, high=2.0)
-    assert found.kept.tolist() == [[True, True], [False, False]]
-    token = token_gate(logprob, rollout, torch.ones(2, 2, dtype=torch.bool), torch.ones(2), low=0.5, high=2.0)
-    assert token.kept.tolist() == [[False, False], [False, False]]
+    logprob = torch.full((3, 2), -1.0)
+    # Geometric means e^0, e^0.6 (whose product is e^1.2) and e^0.9, against bounds of e^-0.69 and e^0.69.
+    rollout = logprob - torch.tensor([[1.2, -1.2], [0.6, 0.6], [0.9, 0.9]])
+    parts = (logprob, rollout, torch.ones(3, 2, dtype=torch.bool), torch.ones(3))
+    assert mis(*parts, low=0.5, high=2.0).kept.tolist() == [[True] * 2, [True] * 2, [False] * 2]
+    assert token_gate(*parts, low=0.5, high=2.0).kept.tolist() == [[False] * 2, [True] * 2, [False] * 2]
 
 
 def test_a_rejected_token_keeps_its_place_in_the_mean():
