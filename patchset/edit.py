@@ -20,7 +20,7 @@ from .series import Patch
 from .ui import Result
 
 DRAFT = f"""{export.ZERO}
-From: zero-mismatch <maintainers@zero-mismatch.invalid>
+From: {export.AUTHOR}
 Date: {{date}}
 Subject: TODO what is hooked, and which property it gives
 

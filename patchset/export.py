@@ -21,6 +21,7 @@ from .shadow import Files, Shadow
 from .ui import Result
 
 ZERO = "From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001"
+AUTHOR = "zero-mismatch <maintainers@zero-mismatch.invalid>"
 ORDER = ("Upstream-Status", "Upstream-PR", "Depends-On", "Arch", "Tests", "Counter-Test", "Drop-When", "Load-Bearing",
          "Anchors", "Contract-Read", "Rebased-From")
 WIDTH = 120
@@ -129,7 +130,8 @@ def canonical(patch: Patch, text: bytes) -> bytes:
 
 
 def _header(patch: Patch) -> str:
-    return "\n".join([ZERO, f"From: {patch.author}", f"Date: {patch.date}", f"Subject: {patch.subject}"])
+    named = {"From": patch.author or AUTHOR, "Date": patch.date, "Subject": patch.subject}
+    return "\n".join([ZERO, *(f"{name}: {value}" for name, value in named.items() if value)])
 
 
 def _paragraphs(body: str) -> Iterator[str]:

@@ -114,6 +114,28 @@ def test_header_body_and_trailers_take_their_fixed_form(tmp_path):
                      "Load-Bearing", "Anchors", "X-Own"]
 
 
+def test_git_am_takes_it_with_its_trailers(tmp_path):
+    made = Checkout(tmp_path / "checkout")
+    long = f"itself, {'a condition of many words, ' * 5}folded as git folds it"
+    made.patch("gate-fp32", "toy/router.py", "y = x * 2\n", "y = x * 2.0\n", subject="Gâte: ünusual",
+               trailers=TRAILERS.replace("itself", long))
+    text = made.read(GATE)
+    made.write(GATE, text.replace("From: toy <toy@toy.invalid>\n", ""))
+    made.export()
+    tree, plain = tmp_path / "tree", tmp_path / "gitconfig"
+    plain.write_text("")
+    for path, text in BASE.items():
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        (tree / path).write_text(text)
+    for command in (["init", "-q", "."], ["add", "-A"], ["commit", "-qm", "base"], ["am", "-q", str(made.root / GATE)]):
+        user_git(*command, cwd=tree, config=plain)
+    assert (tree / "toy/router.py").read_bytes() == made.state["toy/router.py"].data
+    form = "--format=%an <%ae>|%s|%(trailers:key=Drop-When,unfold,valueonly)"
+    author, subject, when = user_git("log", "-1", form, cwd=tree, config=plain).strip().split("|")
+    assert (author, subject) == (export.AUTHOR, "Gâte: ünusual")
+    assert when == f"upstream multiplies in fp32 {long}"
+
+
 def test_a_hunk_that_moved_is_written_at_its_exact_place(tmp_path):
     made = hooked(tmp_path)
     text = made.read("patches/toy/line-thirty.patch")
