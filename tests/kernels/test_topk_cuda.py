@@ -1,4 +1,5 @@
 """The CUDA Top-K, its threads run one by one on the CPU, against the PyTorch reference; its launch, with a recorder."""
+import ctypes
 import sys
 import types
 
@@ -154,7 +155,10 @@ class _Driver(types.ModuleType):
         self.launches = []
 
     def cuLaunchKernel(self, *args):
-        self.launches.append(args)
+        *shape, parameters, extra = args
+        argument = ctypes.c_void_p.from_address(parameters).value
+        packed = ctypes.string_at(argument, topk_cuda.ARGUMENTS.size)
+        self.launches.append((*shape, topk_cuda.ARGUMENTS.unpack(packed), extra))
         return (0,)
 
 
@@ -169,10 +173,10 @@ def test_one_launch_with_the_arguments_of_the_kernel(monkeypatch):
     lengths = as_lengths(5, 6)
     topk_cuda.top_k(logits, lengths, out, None, 3, True)
     topk_cuda.top_k(logits[:0], lengths[:0], out[:0])
-    (kernel, *shape, shared, stream, (values, kinds), extra), = driver.launches
+    (kernel, *shape, shared, stream, values, extra), = driver.launches
     assert kernel == (4, False) and shape == [24, 1, 1, topk_cuda.SETTINGS["THREADS"], 1, 1]
-    assert (shared, stream, extra) == (0, 77, 0) and kinds == topk_cuda.ARGUMENTS
-    assert values == (logits.data_ptr(), None, lengths.data_ptr(), out.data_ptr(), 19000, 20000, 600, 512, 3)
+    assert (shared, stream, extra) == (0, 77, 0)
+    assert values == (logits.data_ptr(), 0, lengths.data_ptr(), out.data_ptr(), 20000, 600, 19000, 512, 3)
 
 
 def test_a_row_longer_than_two_digits_of_position_is_refused():

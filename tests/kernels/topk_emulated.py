@@ -12,14 +12,10 @@ from vllm.zero_mismatch import topk_cuda
 
 HERE = pathlib.Path(__file__).parent
 ENTRY = """
-extern "C" void emulate_{c}(const void* from, const void* to, int rows, unsigned seed, const void* logits,
-    const int* starts, const int* lengths, int* out, int width, long long stride, long long out_stride, int k,
-    int next_n) {{
+extern "C" void emulate_{c}(const void* from, const void* to, int rows, unsigned seed, const Arguments* arguments) {{
   emulator::readable_from = static_cast<const char*>(from);
   emulator::readable_to = static_cast<const char*>(to);
-  emulator::launch(rows * {c}, {c}, THREADS, sizeof(Shared), seed, [=] {{
-    top_k_{c}(logits, starts, lengths, out, width, stride, out_stride, k, next_n);
-  }});
+  emulator::launch(rows * {c}, {c}, THREADS, sizeof(Shared), seed, [=] {{ top_k_{c}(*arguments); }});
 }}
 """
 
@@ -53,11 +49,10 @@ def top_k(logits, lengths, out, starts=None, next_n=1, cluster=1, seed=0, **sett
     library, _ = _library(logits.dtype == torch.bfloat16, **(topk_cuda.SETTINGS | settings))
     storage = logits.untyped_storage()
     first = storage.data_ptr()
-    pointers = [logits, starts, lengths, out]
-    values = [None if p is None else p.data_ptr() for p in pointers]
-    values += [logits.shape[1], logits.stride(0), out.stride(0), out.shape[1], next_n]
+    arguments = topk_cuda.ARGUMENTS.pack(
+        *(0 if tensor is None else tensor.data_ptr() for tensor in (logits, starts, lengths, out)),
+        logits.stride(0), out.stride(0), logits.shape[1], out.shape[1], next_n)
     getattr(library, f"emulate_{cluster}")(
         ctypes.c_void_p(first // 16 * 16), ctypes.c_void_p(-(-(first + storage.nbytes()) // 16) * 16),
-        ctypes.c_int(logits.shape[0]), ctypes.c_uint(seed),
-        *(kind(value) for kind, value in zip(topk_cuda.ARGUMENTS, values, strict=True)))
+        ctypes.c_int(logits.shape[0]), ctypes.c_uint(seed), ctypes.create_string_buffer(arguments))
     return out

@@ -2,12 +2,13 @@
 //
 // Each score becomes an unsigned key that orders as the score does; the pair (key, position) is unique, so the K largest
 // pairs are too. Twelve bits at a time, counted in shared memory, narrow down the K-th pair: three digits of the key, two
-// of the position. A digit's bin with few pairs is settled by comparing them all. A row's CTAs (its cluster) count their
-// parts of the row and add up each other's integer counts, so neither their number nor their timing can change a result.
+// of the position. The pairs of a bin with few of them are listed, and the last few compared with each other. A row's
+// CTAs (its cluster) count their parts of the row and add up each other's integer counts and lists, so neither their
+// number nor their timing can change a result.
 //
 // The host compiles this with BF16 (the scores' type, else fp32), THREADS, KEYS (keys a thread holds in registers),
-// RESIDENT (CTAs an SM must hold) and PART (the fewest scores for which a row gets another CTA). None of the last four
-// can change a result.
+// RESIDENT (CTAs an SM must hold), PART (the fewest scores for which a row gets another CTA) and LISTED (the most pairs
+// to list). None of the last five can change a result.
 
 constexpr int VECTORS = KEYS / 4;
 constexpr int TILE = 4 * THREADS;
@@ -17,15 +18,17 @@ constexpr int CHUNKS = VECTORS * WARPS;  // 128 consecutive positions, a warp's 
 constexpr int BINS = 4096;
 constexpr int GROUPS = 32;
 constexpr int GROUP = BINS / GROUPS;
-constexpr int LISTED = 64;  // pairs that are compared with each other
-constexpr int LIST = 5;     // the level at which they are: there are five digits
-constexpr int WRITE = 6;
+constexpr unsigned COMPARED = 64;  // pairs that are compared with each other
 constexpr unsigned FULL = 0xffffffffu;
-static_assert(KEYS % 4 == 0 && THREADS > 32 && GROUPS % WARPS == 0 && PART >= 8 * 4);
+static_assert(KEYS % 4 == 0 && THREADS > 32 && GROUPS % WARPS == 0 && PART >= 8 * 4 && LISTED >= COMPARED);
+
+enum Task { COUNT, LIST, SOLVE, WRITE };
 
 using Pair = unsigned long long;
 
-__device__ __forceinline__ Pair pair_of(unsigned key, unsigned position) { return static_cast<Pair>(key) << 32 | position; }
+__device__ __forceinline__ Pair pair_of(unsigned key, unsigned position) {
+  return static_cast<Pair>(key) << 32 | position;
+}
 
 struct Found {
   unsigned digit, above, count;       // the digit of the wanted pair; pairs of the row above it, and in its bin
@@ -34,13 +37,14 @@ struct Found {
 
 struct alignas(16) Shared {
   unsigned histogram[2][BINS];
-  Pair listed[LISTED];     // this CTA's pairs of the last bin
-  Pair gathered[LISTED];   // the row's
+  Pair listed[LISTED];    // this CTA's pairs of the last bin
+  Pair gathered[LISTED];  // the row's
+  Pair finalists[COMPARED];
   unsigned groups[2][GROUPS];
   unsigned chunks[2][CHUNKS];
-  unsigned listed_count, gathered_count;
+  unsigned listed_count, finalist_count;
   Pair threshold;
-  Found found = {};
+  Found found;
 };
 
 #ifdef __CUDACC__
@@ -142,6 +146,10 @@ struct Prefix {
 
   __device__ __forceinline__ bool holds(unsigned other, unsigned position) const {
     return (other & key_mask) == key && (position & place_mask) == place;
+  }
+
+  __device__ __forceinline__ bool holds(Pair pair) const {
+    return holds(static_cast<unsigned>(pair >> 32), static_cast<unsigned>(pair));
   }
 
   __device__ __forceinline__ bool chooses(unsigned other, unsigned position) const {
@@ -344,113 +352,162 @@ __device__ __forceinline__ unsigned write_held(Shared& s, const Part& part, cons
   return part.spans > 1 ? first_slot + __reduce_add_sync(FULL, total) : 0;
 }
 
-// Counts the next digit of the part's pairs that share the prefix, or lists those pairs, or writes the chosen ones from
-// `slot` on. A pass begins with the span that the last one held; writing begins with the last span.
-__device__ __forceinline__ void pass(Shared& s, Part& part, const Prefix& prefix, int level, unsigned slot, Output out) {
+// Counts a digit of the part's pairs that share the prefix, or lists those pairs, or writes the chosen ones from `slot`
+// on. A pass begins with the span that the last one held; writing begins with the last span.
+__device__ __forceinline__ void pass(Shared& s, Part& part, const Prefix& prefix, Task task, int level, unsigned slot,
+                                     Output out) {
   const Counters counters(s.histogram[level % 2]);
-  const bool down = level == WRITE || part.held == part.spans - 1;
+  const bool down = task == WRITE || part.held == part.spans - 1;
   for (int turn = 0; turn < part.spans; ++turn) {
     part.hold(down ? part.spans - 1 - turn : turn);
-    if (level == 0) {
+    if (task == WRITE) {
+      slot = write_held(s, part, prefix, slot, out);
+    } else if (task == LIST) {
+      list_pairs(s, part, prefix);
+    } else if (level == 0) {
       part.each([&](int, unsigned key, unsigned) { counters.increment(key >> 20, true); });
     } else if (level < 3) {
       const int shift = level == 1 ? 8 : 0;
       part.each([&](int, unsigned key, unsigned) {
         counters.increment((key >> shift) % BINS, (key & prefix.key_mask) == prefix.key);
       });
-    } else if (level < LIST) {
+    } else {
       const int shift = level == 3 ? 12 : 0;
       part.each([&](int, unsigned key, unsigned position) {
         counters.increment((position >> shift) % BINS, prefix.holds(key, position));
       });
-    } else if (level == LIST) {
-      list_pairs(s, part, prefix);
-    } else {
-      slot = write_held(s, part, prefix, slot, out);
     }
   }
 }
 
-// The `wanted`-th of the row's `count` listed pairs becomes the prefix; returns how many of the chosen ones lie in later
-// parts.
+// The row's `count` listed pairs, in each of its CTAs.
 template <int CLUSTER>
-__device__ __forceinline__ unsigned compare_listed(Shared& s, const Part& part, Prefix& prefix, unsigned wanted,
-                                                   unsigned count, Team<CLUSTER> team) {
+__device__ __forceinline__ const Pair* gather(Shared& s, unsigned count, Team<CLUSTER> team) {
   team.join();
-  const Pair* pairs = s.listed;
-  if (!team.alone()) {
-    for (int t = threadIdx.x; t < team.parts * LISTED; t += THREADS) {
-      const Shared& there = peer(s, t / LISTED);
-      if (t % LISTED < static_cast<int>(there.listed_count))
-        s.gathered[atomicAdd(&s.gathered_count, 1u)] = there.listed[t % LISTED];
-    }
-    __syncthreads();
-    pairs = s.gathered;
+  if (team.alone()) return s.listed;
+  unsigned counts[CLUSTER];
+#pragma unroll
+  for (int part = 0; part < CLUSTER; ++part) counts[part] = part < team.parts ? peer(s, part).listed_count : 0;
+  for (unsigned t = threadIdx.x; t < count; t += THREADS) {
+    int from = 0;
+    unsigned i = t;
+#pragma unroll
+    for (int part = 0; part < CLUSTER - 1; ++part)
+      if (from == part && i >= counts[part]) i -= counts[part], ++from;
+    s.gathered[t] = peer(s, from).listed[i];
   }
-  if (threadIdx.x < count) {
+  __syncthreads();
+  return s.gathered;
+}
+
+__device__ __forceinline__ void count_listed(Shared& s, const Pair* pairs, unsigned count, const Prefix& prefix,
+                                             int level) {
+  const Counters counters(s.histogram[level % 2]);
+  const int shift = level == 1 ? 40 : level == 2 ? 32 : level == 3 ? 12 : 0;
+  for (unsigned t = threadIdx.x; t < count; t += THREADS)
+    counters.increment(static_cast<unsigned>(pairs[t] >> shift) % BINS, prefix.holds(pairs[t]));
+}
+
+// The `wanted`-th of the listed pairs that share the prefix, at most COMPARED, becomes the prefix.
+__device__ __forceinline__ void compare(Shared& s, const Pair* pairs, unsigned count, Prefix& prefix, unsigned wanted) {
+  if (count > COMPARED) {
+    for (unsigned t = threadIdx.x; t < count; t += THREADS)
+      if (prefix.holds(pairs[t])) s.finalists[atomicAdd(&s.finalist_count, 1u)] = pairs[t];
+    __syncthreads();
+    pairs = s.finalists;
+    count = s.finalist_count;
+  }
+  for (unsigned t = threadIdx.x; t < count; t += THREADS) {
     unsigned larger = 0;
-    for (unsigned i = 0; i < count; ++i) larger += pairs[i] > pairs[threadIdx.x];
-    if (larger == wanted - 1) s.threshold = pairs[threadIdx.x];
+    for (unsigned i = 0; i < count; ++i) larger += pairs[i] > pairs[t];
+    if (larger == wanted - 1) s.threshold = pairs[t];
   }
   __syncthreads();
   prefix.key = static_cast<unsigned>(s.threshold >> 32);
   prefix.place = static_cast<unsigned>(s.threshold);
-  unsigned later = 0;
-  if (!team.alone())
-    for (unsigned i = threadIdx.x % 32; i < LISTED; i += 32) {
-      const bool chosen = i < count && pairs[i] >= s.threshold;
-      later += __popc(__ballot_sync(FULL, chosen && static_cast<int>(pairs[i] & FULL) >= part.high - part.shift));
-    }
-  return later;
+}
+
+// How many of the listed pairs that are chosen lie at `end` or behind.
+__device__ __forceinline__ unsigned chosen_behind(const Pair* pairs, unsigned count, const Prefix& prefix, int end) {
+  unsigned sum = 0;
+  for (unsigned i = threadIdx.x % 32; i < count; i += 32) {
+    const unsigned key = static_cast<unsigned>(pairs[i] >> 32), position = static_cast<unsigned>(pairs[i]);
+    sum += prefix.chooses(key, position) && static_cast<int>(position) >= end;
+  }
+  return __reduce_add_sync(FULL, sum);
 }
 
 template <int CLUSTER>
 __device__ __forceinline__ void select_part(Shared& s, Part& part, unsigned k, Team<CLUSTER> team, Output out) {
   Prefix prefix;
   unsigned wanted = k, later = 0;  // of the pairs that share the prefix; and the chosen ones of later parts
+  const Pair* pairs = nullptr;
+  unsigned listed = 0;
   Found found = {};
-  for (int level = 0;;) {
-    pass(s, part, prefix, level, later, out);
-    if (level == WRITE) break;
-    const int side = level % 2;
-    if (level == LIST) {
-      later += compare_listed(s, part, prefix, wanted, found.count, team);
-      level = WRITE;
+  int level = 0;
+  for (Task task = COUNT;;) {
+    if (task != SOLVE) pass(s, part, prefix, task, level, later, out);
+    if (task == WRITE) break;
+    if (task == LIST) {
+      listed = found.count;
+      pairs = gather(s, listed, team);
+      task = SOLVE;
+    }
+    bool found_all = true;
+    if (task == SOLVE && found.count <= COMPARED) {
+      compare(s, pairs, listed, prefix, wanted);
     } else {
+      const Team<CLUSTER> counted = task == SOLVE ? Team<CLUSTER>{0, 1} : team;
+      const int side = level % 2;
+      if (task == SOLVE) count_listed(s, pairs, listed, prefix, level);
       __syncthreads();
       sum_groups(s, side);
-      team.join();
-      if (threadIdx.x < 32) find_digit(s, side, wanted, team);
+      counted.join();
+      if (threadIdx.x < 32) find_digit(s, side, wanted, counted);
       else clear(s.histogram[1 - side], threadIdx.x - 32, THREADS - 32);  // all who read it have joined since
       __syncthreads();
       found = s.found;
-      prefix.extend(level, found.digit);
+      prefix.extend(level++, found.digit);
       wanted -= found.above;
       later += found.later_above;
-      level = found.count == wanted ? WRITE : found.count <= LISTED ? LIST : level + 1;
-      if (level == WRITE) later += found.later_count;
+      found_all = found.count == wanted;
+      if (found_all) later += found.later_count;
     }
-    if (level == WRITE && !team.alone()) cluster_arrive();  // no more reading of the others' memory
+    if (found_all) {
+      if (!team.alone() && task == SOLVE) later += chosen_behind(pairs, listed, prefix, part.high - part.shift);
+      if (!team.alone()) cluster_arrive();  // no more reading of the others' memory
+      task = WRITE;
+    } else if (task == COUNT && found.count <= LISTED) {
+      task = LIST;
+    }
   }
   if (!team.alone()) cluster_wait();  // nobody reads this CTA's any more
 }
 
+struct Arguments {  // topk_cuda.py packs them
+  const void* logits;
+  const int* starts;  // or none
+  const int* lengths;
+  int* out;
+  long long stride, out_stride;
+  int width, k, next_n;
+};
+
 template <int CLUSTER>
-__device__ __forceinline__ void select(const void* logits, const int* starts, const int* lengths, int* out, int width,
-                                       long long stride, long long out_stride, int k, int next_n) {
+__device__ __forceinline__ void select(const Arguments& a) {
   SHARED_MEMORY(s);
   const int rank = blockIdx.x % CLUSTER, row = blockIdx.x / CLUSTER;
-  const int first = starts ? starts[row] : 0;
-  int n = next_n == 1 ? lengths[row] : lengths[row / next_n] - (next_n - 1) + row % next_n;
-  n = max(min(n, width) - first, 0);
-  out += row * out_stride;
-  if (n <= k) {
+  const int first = a.starts ? a.starts[row] : 0;
+  int n = a.next_n == 1 ? a.lengths[row] : a.lengths[row / a.next_n] - (a.next_n - 1) + row % a.next_n;
+  n = max(min(n, a.width) - first, 0);
+  int* out = a.out + row * a.out_stride;
+  if (n <= a.k) {
     if (rank == 0)
-      for (int i = threadIdx.x; i < k; i += THREADS) out[i] = i < n ? n - 1 - i : -1;
+      for (int i = threadIdx.x; i < a.k; i += THREADS) out[i] = i < n ? n - 1 - i : -1;
     return;
   }
   constexpr int SIZE = BF16 ? 2 : 4;
-  const unsigned long long address = reinterpret_cast<unsigned long long>(logits) + (row * stride + first) * SIZE;
+  const unsigned long long address = reinterpret_cast<unsigned long long>(a.logits) + (row * a.stride + first) * SIZE;
   Part part;
   part.shift = static_cast<int>(address / SIZE % 4);
   part.base = reinterpret_cast<const void*>(address - part.shift * SIZE);
@@ -464,17 +521,14 @@ __device__ __forceinline__ void select(const void* logits, const int* starts, co
   part.high = min(part.low + size, end);
   part.spans = (part.high - part.low + SPAN - 1) / SPAN;
   clear(s.histogram[0], threadIdx.x, THREADS);
-  if (threadIdx.x == 0) s.listed_count = s.gathered_count = 0;
+  if (threadIdx.x == 0) s.listed_count = s.finalist_count = 0;
   __syncthreads();
-  select_part<CLUSTER>(s, part, k, {rank, parts}, Output(out));
+  select_part<CLUSTER>(s, part, a.k, {rank, parts}, Output(out));
 }
 
-#define TOP_K(cluster)                                                                                                \
-  extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_OF(cluster)                                  \
-  top_k_##cluster(const void* logits, const int* starts, const int* lengths, int* out, int width, long long stride,    \
-                  long long out_stride, int k, int next_n) {                                                           \
-    select<cluster>(logits, starts, lengths, out, width, stride, out_stride, k, next_n);                         \
-  }
+#define TOP_K(cluster)                                                                            \
+  extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_OF(cluster)             \
+  top_k_##cluster(const Arguments arguments) { select<cluster>(arguments); }
 
 TOP_K(1)
 TOP_K(2)

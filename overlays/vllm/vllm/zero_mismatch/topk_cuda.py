@@ -13,6 +13,7 @@ import functools
 import hashlib
 import os
 import pathlib
+import struct
 import tempfile
 
 import torch
@@ -24,14 +25,15 @@ MAX_WIDTH = 1 << 24  # a position has two digits of 12 bits
 # KEYS      a thread holds in registers: THREADS * KEYS scores are read once, a longer part once a pass.
 # RESIDENT  CTAs an SM must be able to hold; with THREADS it limits the registers.
 # PART      the fewest scores for which a row gets another CTA of its cluster.
+# LISTED    the most scores of one bin that are listed in shared memory; more are counted once more.
 # ROOM      the most CTAs of one launch of a decode step: more would not run at once, and short rows leave them idle.
 # None of these can change a result; they are for speed on an H200.
-SETTINGS = {"THREADS": 512, "KEYS": 16, "RESIDENT": 2, "PART": 8192}
+SETTINGS = {"THREADS": 512, "KEYS": 16, "RESIDENT": 2, "PART": 8192, "LISTED": 512}
 ROOM = 512
 CLUSTERS = (1, 2, 4, 8)
 
-ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong,
-             ctypes.c_longlong, ctypes.c_int, ctypes.c_int)
+# The kernel's one argument, `Arguments` in topk.cu: packing it here costs the host a tenth of what ctypes' types do.
+ARGUMENTS = struct.Struct("PPPPqqiii4x")
 
 
 def _call(function, *args):
@@ -127,10 +129,12 @@ def top_k(logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, starts
     index = logits.get_device()
     cluster = _cluster(rows, width, split)
     kernel = _kernels(index, logits.dtype == torch.bfloat16)[cluster]
-    values = (logits.data_ptr(), None if starts is None else starts.data_ptr(), lengths.data_ptr(), out.data_ptr(),
-              width, logits.stride(0), out.stride(0), out.shape[1], next_n)
+    arguments = ctypes.create_string_buffer(ARGUMENTS.pack(
+        logits.data_ptr(), 0 if starts is None else starts.data_ptr(), lengths.data_ptr(), out.data_ptr(),
+        logits.stride(0), out.stride(0), width, out.shape[1], next_n))
+    pointer = ctypes.c_void_p(ctypes.addressof(arguments))
     status, = driver.cuLaunchKernel(kernel, rows * cluster, 1, 1, SETTINGS["THREADS"], 1, 1, 0,
-                                    torch.cuda.current_stream(index).cuda_stream, (values, ARGUMENTS), 0)
+                                    torch.cuda.current_stream(index).cuda_stream, ctypes.addressof(pointer), 0)
     if int(status):
         raise RuntimeError(f"indexer Top-K: the launch failed: {status!r}")
     return out
