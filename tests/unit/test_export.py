@@ -165,13 +165,17 @@ def test_a_patch_that_conflicts_or_is_absorbed_stops_everything(tmp_path):
     made.change("patches/toy/line-thirty.patch", " line 29\n", " line 29b\n")
     made.change(GATE, "Arch: any", "Arch: sm90")
     before = made.snapshot()
-    with pytest.raises(ConflictError, match="does not apply"):
+    with pytest.raises(ConflictError, match=f"does not apply .toy {NEW}."):
         made.export()
     assert made.snapshot() == before
     made.change("patches/toy/line-thirty.patch", " line 29b\n", " line 29\n")
     made.base[NEW] = edit(made.base[NEW], "toy/lines.txt", "line 30\n", "line thirty\n")
     with pytest.raises(ConflictError, match="absorbed"):
         made.export()
+    made.base[NEW], made.base[OLD] = made.base[OLD], made.base[NEW]
+    with pytest.raises(ConflictError, match=f"absorbed.*toy {OLD}") as caught:
+        made.export()
+    assert f"--to {OLD}" in caught.value.remedy
 
 
 def test_a_body_that_git_would_end_early_is_refused():
