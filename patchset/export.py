@@ -103,15 +103,8 @@ def canonical_patches(root: Path, pins: Pins, base: BaseFiles) -> dict[Path, byt
                 for patch, text in diffs(patches, files):
                     texts.setdefault(patch.path, canonical(patch, text))
             except ConflictError as error:
-                raise _on(upstream, release, error) from None
+                raise lock.on_release(error, upstream, release) from None
     return texts
-
-
-def _on(upstream: Upstream, release: Release, error: ConflictError) -> ConflictError:
-    """The same refusal, with the release it is about and the way to that release."""
-    other = f"apply.py rebase --upstream {upstream.name} --to {release.version} proposes a patch for that release"
-    return ConflictError(f"{error.message} ({upstream.distribution} {release.version})", rows=error.rows,
-                         remedy=error.remedy if release is upstream.release() else other)
 
 
 def diffs(patches: Iterable[Patch], files: Files) -> Iterator[tuple[Patch, bytes]]:

@@ -91,8 +91,7 @@ def build_target(root: Path, upstream: Upstream, release: Release, profile: Prof
         try:
             offsets = {patch.slug: shadow.apply(patch) for patch in patches}
         except ConflictError as error:
-            raise ConflictError(f"{error.message} ({upstream.distribution} {release.version})", remedy=error.remedy,
-                                rows=error.rows) from None
+            raise on_release(error, upstream, release) from None
         shadow.tree = shadow.add(overlay)
         after, tree = shadow.files(), shadow.tree
     paths = {path: Entry(_sha(before, path), _sha(after, path), tuple(by.get(path, [OVERLAY])))
@@ -100,6 +99,13 @@ def build_target(root: Path, upstream: Upstream, release: Release, profile: Prof
     shas = tuple((patch.slug, patch.sha256) for patch in patches)
     locked = LockedTarget(upstream.name, release.version, profile.name, shas, paths, tree)
     return Built(locked, after, {slug: found for slug, found in offsets.items() if found})
+
+
+def on_release(error: ConflictError, upstream: Upstream, release: Release) -> ConflictError:
+    """The same refusal, with the release it is about and the way to that release."""
+    other = f"apply.py rebase --upstream {upstream.name} --to {release.version} proposes a patch for that release"
+    return ConflictError(f"{error.message} ({upstream.distribution} {release.version})", rows=error.rows,
+                         remedy=error.remedy if release == upstream.release() else other)
 
 
 def _sha(files: Files, path: str) -> str | None:
