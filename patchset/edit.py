@@ -142,4 +142,4 @@ def _lock_again(root: Path, pins: Pins, base: BaseFiles, written: list[str]) -> 
     except ConflictError as error:
         raise ConflictError(f"{', '.join(written)}: written, but another release does not take it, so the lock is "
                             f"stale: {error.message}", rows=error.rows,
-                            remedy=f"{error.remedy}; mend it for that release, then apply.py export") from error
+                            remedy=f"{error.remedy}; then apply.py export") from error

@@ -151,15 +151,15 @@ def user_git(*args: str, cwd: Path, config: Path) -> str:
     return subprocess.run(["git", *args], cwd=cwd, env=env, check=True, capture_output=True, text=True).stdout
 
 
-def tree(made: Checkout) -> target.Target:
-    """build/toy with the series applied."""
-    root = made.root / "build/toy"
-    for path, file in made.base[NEW].items():
+def tree(made: Checkout, version: str = NEW, folder: str = "build/toy") -> target.Target:
+    """A tree of that release with the series applied."""
+    root = made.root / folder
+    for path, file in made.base[version].items():
         place = root / path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(file.data)
         place.chmod(int(file.mode, 8) & 0o777)
-    (root / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: toy\nVersion: {NEW}\n\n")
+    (root / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: toy\nVersion: {version}\n\n")
     one = target.tree(made.pins.upstream("toy"), root)
     deliver.apply(deliver.Request(made.root, made.pins, made.pins.profile("all")), one)
     return one

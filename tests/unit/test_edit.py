@@ -215,6 +215,29 @@ def test_a_release_that_no_longer_takes_the_patch_is_named_after_writing(made):
     assert "first = 2 * x" in made.read(GATE)
 
 
+def test_a_tree_of_another_release_gets_variants_of_its_own(made):
+    made.base[OLD] = edit(made.base[OLD], "toy/lines.txt", "line 2\n", "line 2\nline 2.5\n")
+    made.export()
+    main = {path: data for path, (_, data) in kept(made).items() if path.startswith("patches/")}
+    one = tree(made, OLD, "old")
+    made.change("old/toy/lines.txt", "line 33\n", "line 33\nline 33.5\n")
+    result = edits.refresh(made.root, made.pins, "toy", "line-thirty", one.root, made)
+    assert result.data["written"] == [f"patches/toy/line-thirty@{OLD}.patch"], "line-twelve only moved"
+    now = {path: data for path, (_, data) in kept(made).items() if path.startswith("patches/")}
+    assert main.items() <= now.items()
+    request = deliver.Request(made.root, made.pins, made.pins.profile("all"))
+    assert deliver.verify(request, one).done == "applied" and made.export(check=True).code == 0
+    assert edits.refresh(made.root, made.pins, "toy", None, one.root, made).data["edited"] == []
+
+
+def test_a_new_patch_begins_on_the_default_release(made):
+    one = tree(made, OLD, "old")
+    edits.new(made.root, made.pins, "toy", "first-line")
+    made.change("old/toy/lines.txt", "line 1\n", "line one\n")
+    with pytest.raises(UsageError, match="first-line is new"):
+        edits.refresh(made.root, made.pins, "toy", "first-line", one.root, made)
+
+
 def test_the_refreshed_tree_compiles_and_keeps_its_state(made):
     alter(made, "toy/router.py", "y = gate(x)", "y = gate(x) + 0")
     refresh(made)
