@@ -101,7 +101,7 @@ def _deliver(request: Request, target: Target, built: Built) -> None:
             discard(folder)
         raise NeedsWork(f"cannot write to {target.root}: {error.strerror or error}; it is as it was",
                         remedy="mend the cause (free space, permissions, read-only mount), then apply again") from error
-    _drop_caches(target, built.locked.paths)
+    _drop_caches(target, [change.path for change in changes])
 
 
 def _stage(request: Request, target: Target, built: Built, folder: Path) -> tuple[list[Change], list[str]]:

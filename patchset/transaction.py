@@ -172,6 +172,7 @@ class Transaction:
             if end is None:
                 path.unlink(missing_ok=True)
             else:
+                path.parent.mkdir(parents=True, exist_ok=True)  # someone may have removed an empty __pycache__
                 os.replace(store / str(change.n), path)
         for folder in {str((self.root / change.path).parent) for change in changes}:
             if os.path.isdir(folder):
