@@ -1,4 +1,10 @@
-"""The tests of the hooks (test_*_patches.py) run on every pinned release of vLLM, each with its own patches."""
+"""The tests of the hooks (test_*_patches.py) run on every pinned release of vLLM, each with its own patches.
+
+The tests of the delivery (test_deliver_*.py) get the real releases as targets: see delivery.py.
+"""
+import shutil
+
+import delivery
 import pytest
 import upstream_source
 
@@ -21,3 +27,34 @@ def pytest_generate_tests(metafunc):
 def vllm_release(request, monkeypatch) -> str:
     monkeypatch.setattr(upstream_source, "version", request.param)
     return request.param
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    """The releases unpacked once. That no test wrote through a hard link into them is checked at the end."""
+    folder = tmp_path_factory.mktemp("store")
+    made = delivery.Store(folder)
+    yield made
+    made.check()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory) -> delivery.Checkout:
+    """A copy of this checkout that no test changes."""
+    return delivery.Checkout(tmp_path_factory.mktemp("checkout") / "zero-mismatch")
+
+
+@pytest.fixture
+def vllm_tree(store, tmp_path):
+    return delivery.link_copy(store.tree("vllm"), tmp_path / "vllm")
+
+
+@pytest.fixture
+def megatron_tree(store, tmp_path):
+    return delivery.link_copy(store.tree("megatron"), tmp_path / "megatron")
+
+
+@pytest.fixture
+def site(store, tmp_path):
+    return delivery.link_copy(store.site(), tmp_path / "site")
