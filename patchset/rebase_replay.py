@@ -55,7 +55,7 @@ class PatchResult:
     notes: list[str] = field(default_factory=list)
     before: Files = field(default_factory=dict)
     after: Files = field(default_factory=dict)
-    sides: dict[str, Files] = field(default_factory=dict)  # base, upstream, patched, merged of a failed one
+    sides: dict[str, Files] = field(default_factory=dict)  # base, upstream, patched, merged of one left to a person
 
     @property
     def verdict(self) -> str:
@@ -74,6 +74,7 @@ class PatchResult:
         return self.verdict not in READY
 
 
+OPEN = (*FAILED, PARTLY, MOVED, NAME_GONE, sentinel.GONE)  # left as files, for a person to edit
 Release = Callable[[str], File | None]
 Settled = Callable[[PatchResult], tuple[str, Files] | None]
 
@@ -121,23 +122,25 @@ class Replay:
         self._carry(result)
         if written:
             self._use(result, written)
-        if result.verdict in FAILED:
+        result.names = self._names(result, base, patched)
+        if result.verdict in OPEN:
             result.sides = self._sides(result, base, patched)
             if not written and (found := settled(result)):
                 result.resolved, result.after = found
+                result.names = self._names(result, base, patched)
         if result.verdict in FAILED:
             self.failed.add(patch.slug)
             result.after = result.before
         self.changed |= {path: result.after.get(path) for path in {*result.before, *result.after}}
-        if result.verdict not in FAILED:
-            result.names = self._names(result, base, patched)
         self._advance(patch, patched)
         return result
 
     def _names(self, result: PatchResult, base: Files, patched: Files) -> list[str]:
         """Names that the carried lines lack; not by likeness of words if a person wrote them for this release."""
+        if result.verdict in FAILED:
+            return []
         found = []
-        sources = self._source(self.old.get, self.releases[0]), self._source(self.now)
+        sources = self._source(self.old.get, self.releases[0]), self._source(result.after.get, self.now)
         twins = {file.target: patched.get(file.path) for file in result.files}
         for path, file in result.after.items():
             before = result.before.get(path)

@@ -37,14 +37,14 @@ class Rebase:
 
 TODO = {
     ABSORBED: "check that the release's change is the same, then drop the patch",
-    PARTLY: "check what is left in the proposal, then copy it to patches/",
-    MOVED: "check that the file is the same one, then copy the proposal to patches/",
+    PARTLY: "check what is left in the proposal, then copy it to patches/, or edit it as a conflict",
+    MOVED: "check that the file is the same one, then copy the proposal to patches/, or edit it as a conflict",
     CONFLICT: "settle conflicts/<patch>/merged, create the file settled beside it, run rebase again",
     DELETED: "find where the code went; write the files it needs into conflicts/<patch>/merged, then as for a conflict",
     BLOCKED: "settle the patch that blocks it first",
     CHANGED: "read what changed (report.md shows it); if the patch still holds, add to its trailers:",
-    NAME_GONE: "see what the release calls it now, and write the patch for this release by hand",
-    GONE: "find what took the symbol's place; name it in Anchors, or rewrite the patch",
+    NAME_GONE: "see what the release calls it now, and edit conflicts/<patch>/merged as for a conflict",
+    GONE: "see what took the symbol's place, and edit conflicts/<patch>/merged as for a conflict",
 }
 
 

@@ -1,11 +1,13 @@
-"""What a rebase leaves on disk: proposed patches, and the conflicts as files for a person to settle.
+"""What a rebase leaves on disk: proposed patches, and those that are left to a person as files.
 
 conflicts/<slug>/ holds four folders of whole files: base (the old release with the patches before this one), patched
-(base with this patch), upstream (the new release as carried so far) and merged (with diff3 markers). A person edits
-merged/ and creates an empty file `settled` beside it; the next run takes merged/ as this patch's result.
+(base with this patch), upstream (the new release as carried so far) and merged (what could be carried, with diff3
+markers where it could not). A person edits merged/ and creates an empty file `settled` beside it; the next run takes
+merged/ as this patch's result.
 """
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 from dataclasses import replace
@@ -23,6 +25,7 @@ from .shadow import File, Files
 INPUTS = ("base", "upstream", "patched")
 MARKER = re.compile(rb"^(<{7}|>{7}|\|{7}|={7})( |$)", re.MULTILINE)
 SETTLED = "settled"
+WRITTEN = ".merged-as-written"  # the digest of merged/ before anyone edited it
 
 
 def proposal(git: Merger, result: PatchResult, base: str) -> bytes | None:
@@ -75,13 +78,22 @@ def write_conflict(folder: Path, sides: dict[str, Files]) -> None:
     if folder.exists():
         if all(_read(folder / side) == _bytes(sides[side]) for side in INPUTS) and (folder / "merged").is_dir():
             return
-        _set_aside(folder)
+        written = folder / WRITTEN
+        if written.exists() and written.read_text() == _digest(_read(folder / "merged")):
+            shutil.rmtree(folder)
+        else:
+            _set_aside(folder)
     for side, files in sides.items():
         (folder / side).mkdir(parents=True)
         for path, file in files.items():
             place = inside(folder / side, path)
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(file.data)
+    (folder / WRITTEN).write_text(_digest(_bytes(sides["merged"])))
+
+
+def _digest(files: dict[str, bytes]) -> str:
+    return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
 
 
 def _set_aside(folder: Path) -> None:

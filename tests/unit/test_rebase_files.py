@@ -78,6 +78,28 @@ def test_a_settlement_of_another_state_is_set_aside_not_used_and_not_lost(clash)
     assert not (clash.out / "conflicts" / "gate" / "settled").exists()
 
 
+def test_an_untouched_conflict_of_another_state_is_simply_replaced(clash):
+    clash.edit_release(("LIMIT = 8", "LIMIT = 9"))
+    clash.rebase()
+    assert sorted(path.name for path in (clash.out / "conflicts").iterdir()) == ["gate", "on-top"]
+    assert b"LIMIT = 9" in (clash.out / "conflicts" / "gate" / "merged" / ENGINE).read_bytes()
+
+
+@pytest.mark.parametrize("anchor, change, verdict", [
+    ("scale", ("def scale(x):", "def twice(x):"), "anchor gone"),
+    ("LIMIT", ("import os\n", "import io\n"), "name gone"),
+])
+def test_a_patch_that_leans_on_what_is_gone_is_edited_and_settled_like_a_conflict(upstream, anchor, change, verdict):
+    upstream.hook("gate", FORWARD, anchor=f"{ENGINE}::{anchor}")
+    upstream.edit_release(change)
+    assert verdicts(upstream.rebase()) == [verdict]
+    place = upstream.out / "conflicts" / "gate" / "merged" / ENGINE
+    assert b"<<<<<<<" not in place.read_bytes() and b"hooked(x)" in place.read_bytes()
+    settle(upstream, "gate", place.read_bytes().replace(b"if not os.environ", b"if not LIMIT"))
+    assert verdicts(upstream.rebase()) == ["resolved"]
+    assert "if not LIMIT" in upstream.proposal("gate")
+
+
 def test_a_patch_written_for_the_release_is_taken_in_place_of_the_base_one(clash):
     settle(clash, "gate", edit(clash.release, ENGINE, *SETTLED)[ENGINE].data)
     clash.rebase(install=True)
