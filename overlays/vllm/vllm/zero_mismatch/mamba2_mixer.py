@@ -79,6 +79,17 @@ def _self_test(sizes, device) -> None:
     mamba2_replay.self_test(sizes, device)
 
 
+def _profile(mixer, projected: torch.Tensor) -> None:
+    """The profiling run: compile and prove the kernels, and let the profiler see the largest step's scratch."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config, sizes = get_current_vllm_config_or_none(), sizes_of(mixer)
+    _self_test(sizes, projected.device)
+    most = config.scheduler_config.max_num_seqs if config is not None else 256
+    # Each request adds at most two pieces, the ends of its part, to those that full chunks make.
+    mamba2_replay.prefill_scratch(projected.shape[0] // sizes[-1] + 2 * most, sizes, projected.device)
+
+
 def _step(mixer, xbc: torch.Tensor, dt: torch.Tensor) -> mamba2_replay.Step:
     x, b, c = mixer.split_hidden_states_B_C_fn(xbc)
     return mamba2_replay.Step(x, b, c, dt, mixer.A, mixer.D, mixer.dt_bias, sizes_of(mixer))
@@ -92,8 +103,8 @@ def forward(mixer, projected: torch.Tensor, output: torch.Tensor) -> None:
 
     per_layer = get_forward_context().attn_metadata
     metadata = per_layer.get(mixer.prefix) if per_layer is not None else None
-    if metadata is None:  # the profiling run: compile and prove the kernels while memory is plentiful
-        _self_test(sizes_of(mixer), projected.device)
+    if metadata is None:
+        _profile(mixer, projected)
         return
     conv, ssm, *ring = mixer.kv_cache
     cache = mamba2_replay.Cache(ssm, *ring)

@@ -69,7 +69,7 @@ def prefill(computed: list[int], new: list[int], chunk: int, tile: int, to_devic
     return Pieces(to_device(table), to_device(requests), to_device(tails) if tails else None, tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _fill_kernel(table_ptr, seq_lens_ptr, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = row < count

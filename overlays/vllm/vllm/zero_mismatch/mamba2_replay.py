@@ -74,12 +74,16 @@ def check_sizes(sizes: tuple[int, int, int, int, int]) -> None:
         )
 
 
+def prefill_scratch(pieces: int, sizes: tuple[int, int, int, int, int], device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dt and decay of each piece's rows, the state at each piece's start): 2 MiB a piece of 64 heads x 64 x 128."""
+    heads, head_dim, _, state, chunk = sizes
+    return (torch.empty((pieces, 2, heads, chunk), dtype=torch.float32, device=device),
+            torch.empty((pieces, heads, head_dim, state), dtype=torch.float32, device=device))
+
+
 def prefill(step: Step, cache: Cache, pieces: mamba2_pieces.Pieces, slots: torch.Tensor, out: torch.Tensor) -> None:
     """Rows of every piece; slots: [requests] int32; out: [tokens, H * P]. Leaves S and the ring for decode."""
-    heads, head_dim, _, state, chunk = step.sizes
-    count = pieces.table.shape[0]
-    scratch = torch.empty((count, 2, heads, chunk), dtype=torch.float32, device=out.device)
-    states = torch.empty((count, heads, head_dim, state), dtype=torch.float32, device=out.device)
+    scratch, states = prefill_scratch(pieces.table.shape[0], step.sizes, out.device)
     mamba2_decay.decay(step, cache, pieces.table, slots, scratch)
     mamba2_state.advance(step, cache, pieces, slots, scratch, states)
     mamba2_scan.scan(step, cache, pieces, slots, scratch, states, out)
