@@ -177,7 +177,8 @@ def overlay_files(root: Path, upstream: str) -> dict[str, Path]:
     found = {}
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
-        if "__pycache__" in relative.parts or path.suffix in (".pyc", ".md") or any(p.startswith(".") for p in relative.parts):
+        hidden = any(part == "__pycache__" or part.startswith(".") for part in relative.parts)
+        if hidden or path.suffix in (".pyc", ".md"):
             continue
         if path.is_symlink():
             raise UsageError(f"overlays/{upstream}/{relative} is a symbolic link",
