@@ -134,7 +134,10 @@ class WeightGuard:
         return self._accepted
 
     def seal(self, output: torch.Tensor) -> torch.Tensor:
-        """`output` itself; its backward first checks that the weights are still those of now."""
+        """`output` itself; its backward first checks that the weights are still those of now.
+
+        One seal on a model's output is enough, and cheap: nothing upstream of it runs before the check.
+        """
         return _Seal.apply(output, self)
 
     def watch(self, optimizer) -> None:
