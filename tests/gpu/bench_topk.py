@@ -3,7 +3,8 @@
     python tests/gpu/bench_topk.py --out topk.json [--quick] [--variants all]
 
 Each time is a CUDA graph of many calls that rotate over several inputs, replayed; the median per call, in microseconds.
-Without vLLM's compiled kernels only our side is timed.
+Without vLLM's compiled kernels only our side is timed. Each variant is first compiled and checked in a process of its
+own, with a deadline: one that fails, crashes or hangs is reported and left out.
 """
 import argparse
 import functools
@@ -11,18 +12,36 @@ import importlib.util
 import json
 import multiprocessing
 import pathlib
+import queue
 import statistics
 import sys
 import time
 
 import torch
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "overlays" / "vllm" / "vllm" / "zero_mismatch" / "topk.py"
+OVERLAY = pathlib.Path(__file__).resolve().parents[2] / "overlays" / "vllm" / "vllm" / "zero_mismatch"
+DEADLINE_S = 100
 
-# name: what to change in the module, and whether several CTAs share a row. "table" is what the module ships.
-VARIANTS = {
-    "table": ({}, True),
+# The CUDA kernel. name: settings to change, and the CTAs of a row, else as `_cluster` decides. "cuda" is what ships.
+CUDA_VARIANTS = {
+    "cuda": ({}, None),
+    "c1": ({}, 1),
+    "c2": ({}, 2),
+    "c4": ({}, 4),
+    "c8": ({}, 8),
+    "p2k": ({"PART": 2048}, None),
+    "p4k": ({"PART": 4096}, None),
+    "t1024": ({"THREADS": 1024, "KEYS": 8}, None),
+    "t1024p4k": ({"THREADS": 1024, "KEYS": 8, "PART": 4096}, None),
+    "t1024k16": ({"THREADS": 1024, "KEYS": 16, "RESIDENT": 1, "PART": 16384}, None),
+    "t256": ({"THREADS": 256, "KEYS": 16, "RESIDENT": 4, "PART": 4096}, None),
+    "k8": ({"THREADS": 512, "KEYS": 8, "RESIDENT": 3, "PART": 4096}, None),
+    "r3": ({"RESIDENT": 3}, None),
+    "l64": ({"LISTED": 64}, None),
+}
+# Triton's. name: what to change in the module, and whether several CTAs share a row. "triton" is what ships.
+TRITON_VARIANTS = {
+    "triton": ({}, True),
     "one-cta": ({}, False),
     "split2": ({"_split_size": lambda width: -(-width // 8192) * 4096}, True),
     "split8": ({"_split_size": lambda width: -(-width // 32768) * 4096}, True),
@@ -33,19 +52,23 @@ VARIANTS = {
     "tile8k": ({"TILE": 8192, "MARK_WARPS": 16}, True),
     "cap8k": ({"_cap": lambda k: 8192}, True),
 }
-# phase, rows, length of each row, allocated width
+VARIANTS = CUDA_VARIANTS | TRITON_VARIANTS
+# phase, rows, length of each row, allocated width, scores
 SHAPES = [
-    ("decode", 8, 8192, 8192), ("decode", 64, 32768, 32768), ("decode", 64, 131072, 131072),
-    ("decode", 8, 8192, 131072), ("decode", 8, 131072, 131072), ("decode", 64, 800, 32768),
-    ("decode", 256, 800, 32768), ("decode", 256, 8192, 32768), ("decode", 128, 32768, 32768),
-    ("prefill", 2048, 8192, 8192), ("prefill", 512, 32768, 32768),
+    ("decode", 8, 8192, 8192, "normal"), ("decode", 64, 32768, 32768, "normal"),
+    ("decode", 64, 131072, 131072, "normal"), ("decode", 8, 8192, 131072, "normal"),
+    ("decode", 8, 131072, 131072, "normal"), ("decode", 64, 800, 32768, "normal"),
+    ("decode", 256, 800, 32768, "normal"), ("decode", 256, 8192, 32768, "normal"),
+    ("decode", 128, 32768, 32768, "normal"), ("prefill", 2048, 8192, 8192, "normal"),
+    ("prefill", 512, 32768, 32768, "normal"), ("decode", 64, 32768, 32768, "recent"),
+    ("decode", 64, 32768, 32768, "bf16"), ("decode", 64, 32768, 32768, "narrow"),
 ]
 KS = (512, 1024, 2048)
-USUAL = "table,one-cta,split2,split8,warps-,warps+,regs255"
+USUAL = ",".join([*CUDA_VARIANTS, "triton"])
 
 
-def load_module():
-    spec = importlib.util.spec_from_file_location("zero_mismatch_topk", SOURCE)
+def load_module(name="topk"):
+    spec = importlib.util.spec_from_file_location(f"zero_mismatch_{name}", OVERLAY / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -69,19 +92,39 @@ def lengths_of(phase, rows, length):
     return torch.full((rows,), length, dtype=torch.int32, device="cuda")
 
 
-class Ours:
+class Triton:
     def __init__(self, name, width=131072):
-        constants, self.split = VARIANTS[name]
+        constants, self.split = TRITON_VARIANTS[name]
         self.module = load_module()
         for key, value in constants.items():
             setattr(self.module, key, value)
         self.scratch = torch.full(self.module.scratch_shape(width), -1, dtype=torch.int32, device="cuda")
 
     def __call__(self, logits, lengths, out):
-        self.module.top_k(logits, lengths, out, self.scratch, split=self.split)
+        self.module.triton_top_k(logits, lengths, out, self.scratch, split=self.split)
 
     def prefill(self, logits, lengths, out):
-        self.module.top_k(logits, lengths, out, self.scratch, split=False)
+        self.module.triton_top_k(logits, lengths, out, self.scratch, split=False)
+
+
+class Cuda:
+    def __init__(self, name):
+        settings, cluster = CUDA_VARIANTS[name]
+        self.module = load_module("topk_cuda")
+        self.module.SETTINGS |= settings
+        if cluster:
+            self.module._cluster = lambda rows, width, split: cluster
+        self.module.prepare(torch.device("cuda", 0))
+
+    def __call__(self, logits, lengths, out):
+        self.module.top_k(logits, lengths, out, split=True)
+
+    def prefill(self, logits, lengths, out):
+        self.module.top_k(logits, lengths, out, split=False)
+
+
+def variant(name):
+    return Cuda(name) if name in CUDA_VARIANTS else Triton(name)
 
 
 def vllm_ops():
@@ -142,41 +185,47 @@ def check(call, reference, name):
             x[2, ::5] = float("nan")
             lengths = torch.tensor([width - 7 * r for r in range(rows)], dtype=torch.int32, device="cuda")
             x[torch.arange(width, device="cuda") >= lengths[:, None]] = float("nan")
-            for run in range(2):
+            for form in (call, call.prefill):
                 out = torch.full((rows, k), -7, dtype=torch.int32, device="cuda")
-                call(x, lengths, out)
+                form(x, lengths, out)
                 wrong = out != reference(x, lengths, k)
                 if wrong.any():
                     r, c = wrong.nonzero()[0].tolist()
-                    failures.append(f"{name} {rows}x{width} k={k} {kind} run {run}: {int(wrong.sum())} differ, first "
-                                    f"at ({r}, {c})")
+                    failures.append(f"{name} {rows}x{width} k={k} {kind}: {int(wrong.sum())} differ, first at "
+                                    f"({r}, {c}): {int(out[r, c])}")
     return failures
 
 
-def compile_variant(name, k):
-    """Fill Triton's disk cache from a process of its own, so that the variants compile side by side."""
-    call = Ours(name)
-    for width in (131072, 8192):
-        x = torch.randn(3, width, device="cuda")
-        for form in (call, call.prefill):
-            form(x, lengths_of("decode", 3, width), torch.empty(3, k, dtype=torch.int32, device="cuda"))
-    torch.cuda.synchronize()
+def vet(name, answers):
+    """In a process of its own: compile, which leaves the result in a cache on the disk, and check."""
+    try:
+        failures = check(variant(name), load_module().top_k_reference, name)
+    except Exception as error:  # any failure of a variant is this function's answer
+        failures = [f"{name}: {type(error).__name__}: {error}"]
+    answers.put((name, failures))
 
 
-def stages(name, inputs, lengths, out, target_ms):
-    """Time of the marking and of the selecting kernel alone (the other one is skipped; its scratch stays valid)."""
-
-    class Skipped:
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: None
-
-    times = {}
-    for stage, skipped in (("mark", "_select_kernel"), ("select", "_mark_kernel")):
-        call = Ours(name)
-        call(inputs[0], lengths, out)
-        setattr(call.module, skipped, Skipped())
-        times[stage] = time_us(call, inputs[:1], lengths, out, target_ms)[0]
-    return times
+def vet_all(names):
+    """Returns {name: failures}."""
+    context = multiprocessing.get_context("spawn")
+    answers, results = context.Queue(), {}
+    workers = {name: context.Process(target=vet, args=(name, answers)) for name in names}
+    for worker in workers.values():
+        worker.start()
+    deadline = time.time() + DEADLINE_S
+    while len(results) < len(names) and time.time() < deadline:
+        try:
+            name, failures = answers.get(timeout=1)
+            results[name] = failures
+        except queue.Empty:
+            if not any(worker.is_alive() for worker in workers.values()):
+                break
+    for name, worker in workers.items():
+        if name not in results:
+            ended = "crashed" if worker.exitcode is not None else f"did not end within {DEADLINE_S} s"
+            results[name] = [f"{name}: {ended}"]
+            worker.kill()
+    return results
 
 
 def main():
@@ -188,24 +237,23 @@ def main():
     args = parser.parse_args()
     names = list(VARIANTS) if args.variants == "all" else args.variants.split(",")
     began = time.time()
-    ks = KS if not args.quick else (KS[0], KS[-1])
-    with multiprocessing.get_context("spawn").Pool(14) as pool:
-        pool.starmap(compile_variant, [(name, k) for k in (KS[-1], KS[0]) for name in names], chunksize=1)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; compiled in {time.time() - began:.0f} s")
+    vetted = vet_all(names)
+    failures = [failure for name in names for failure in vetted[name][:3]]
+    names = [name for name in names if not vetted[name]]
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; compiled and checked in "
+          f"{time.time() - began:.0f} s", *failures, f"equal the reference bit for bit: {', '.join(names)}", sep="\n")
     theirs = vllm_ops()
     reference = load_module().top_k_reference
-    ours = {name: Ours(name) for name in names}
-    failures = [f for name in names for f in check(ours[name], reference, name)]
-    print("\n".join(failures) or f"{len(names)} variants equal the reference bit for bit")
+    ours = {name: variant(name) for name in names}
     cells = []
-    print(f"{'shape':32}{'vLLM':>8}" + "".join(f"{n:>10}" for n in names) + f"{'ratio':>8}{'mark':>7}{'select':>7}")
-    for phase, rows, length, width in SHAPES:
+    print(f"{'shape':37}{'vLLM':>8}" + "".join(f"{n:>9}" for n in names) + f"{'ratio':>8}")
+    for phase, rows, length, width, kind in SHAPES:
         sets = max(2, min(16, (150 << 20) // (rows * width * 4)))
-        inputs = [scores(rows, width, "normal", seed) for seed in range(sets)]
+        inputs = [scores(rows, width, kind, seed) for seed in range(sets)]
         lengths = lengths_of(phase, rows, length)
-        for k in ks:
+        for k in KS if not args.quick else (KS[0], KS[-1]):
             out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
-            cell = {"phase": phase, "rows": rows, "length": length, "width": width, "k": k}
+            cell = {"phase": phase, "rows": rows, "length": length, "width": width, "k": k, "scores": kind}
             wanted = reference(inputs[0][:64], lengths[:64], k)
             for op, (accepts, call) in theirs.items():
                 if accepts(phase, rows):
@@ -222,17 +270,12 @@ def main():
                 if not torch.equal(out[:64], wanted):
                     failures.append(f"{name} {cell}: {int((out[:64] != wanted).sum())} differ")
                 cell[name], cell[name + "_min"] = time_us(call, inputs, lengths, out, args.target_ms)
-            if names[0] == "table" and phase == "decode" and width > 8192:
-                cell.update(stages("table", inputs, lengths, out, args.target_ms))
-            best = min(cell[n] for n in names)
             cell["ratio"] = cell[names[0]] / cell["vllm_us"] if "vllm_us" in cell else None
-            cell["best_ratio"] = best / cell["vllm_us"] if "vllm_us" in cell else None
             cells.append(cell)
-            print(f"{phase:8}{rows:5}x{length:<7}w{width:<7}{k:4}{cell.get('vllm_us', 0):8.1f}"
-                  + "".join(f"{cell[n]:10.1f}" for n in names) + f"{cell['ratio'] or 0:8.2f}"
-                  + f"{cell.get('mark', 0):7.1f}{cell.get('select', 0):7.1f}", flush=True)
-    args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                                    "failures": failures, "cells": cells}, indent=1))
+            print(f"{phase:8}{rows:5}x{length:<7}w{width:<7}{k:4} {kind[:4]}{cell.get('vllm_us', 0):8.1f}"
+                  + "".join(f"{cell[n]:9.1f}" for n in names) + f"{cell['ratio'] or 0:8.2f}", flush=True)
+            args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                                            "failures": failures, "cells": cells}, indent=1))
     print("\n".join(failures) or "no failures", f"{time.time() - began:.0f} s", sep="\n")
     return 1 if failures else 0
 

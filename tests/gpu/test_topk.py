@@ -3,9 +3,9 @@ import functools
 
 import pytest
 import torch
-from topk_cases import SCORES, as_lengths, assert_same_bits, check, misleading, normal, select
+from topk_cases import SCORES, as_lengths, assert_same_bits, check, launchers, misleading, normal, select
 
-from vllm.zero_mismatch import topk
+from vllm.zero_mismatch import topk, topk_cuda
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -37,6 +37,27 @@ def _batch(rows, width, seed=3):
 def test_many_rows_in_turns():
     scores, lengths = _batch(1500, 12000)
     check(scores, lengths, 1024, slots=512)
+
+
+def test_cuda_equals_triton_on_every_length():
+    if not topk_cuda.supports(torch.device("cuda")):
+        pytest.skip("needs a GPU with clusters (SM90)")
+    for rows, width, k in ((3000, 2500, 512), (600, 20000, 1024), (200, 140000, 2048)):
+        scores, lengths = _batch(rows, width)
+        for split in (False, True):
+            ours = select(scores, lengths, k, split=split)
+            theirs = select(scores, lengths, k, split=split, slots=64, launch=topk.triton_top_k)
+            assert_same_bits(ours, theirs, f"{rows} rows of {width} split={split}")
+
+
+def test_a_row_of_the_output_ends_where_the_next_buffer_begins():
+    scores, lengths = _batch(40, 3000)
+    buffer = torch.full((40, 700), -7, dtype=torch.int32, device="cuda")
+    scratch = torch.empty(40, topk.scratch_shape(3000)[1], dtype=torch.int32, device="cuda")
+    for launch in launchers():
+        launch(scores, lengths, buffer[:, 50:562], scratch)
+        assert_same_bits(buffer[:, 50:562], topk.top_k_reference(scores, lengths, 512))
+        assert bool((buffer[:, :50] == -7).all() and (buffer[:, 562:] == -7).all())
 
 
 def test_hundred_runs_give_the_same_bits():

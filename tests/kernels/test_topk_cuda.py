@@ -1,5 +1,6 @@
-"""The CUDA Top-K, its threads run one by one on the CPU, against the PyTorch reference; its launch, with a recorder."""
+"""The CUDA Top-K against the PyTorch reference: on a GPU, else with its threads run one by one on the CPU."""
 import ctypes
+import functools
 import sys
 import types
 
@@ -10,24 +11,46 @@ from topk_cases import DEVICE, INF, NAN, SCORES, as_lengths, assert_same_bits, n
 
 from vllm.zero_mismatch import topk, topk_cuda
 
-pytestmark = [
-    pytest.mark.skipif(DEVICE != "cpu", reason="with a GPU, tests/gpu runs the kernel itself"),
-    pytest.mark.skipif(emulated.compiler() is None, reason="needs g++ or clang++ to build the kernel for the CPU"),
-]
+ON_GPU = topk_cuda.supports(torch.device(DEVICE))
+pytestmark = pytest.mark.skipif(not ON_GPU and (DEVICE == "cuda" or emulated.compiler() is None),
+                                reason="needs a GPU with clusters (SM90), or no GPU and g++ or clang++")
+cpu_only = pytest.mark.skipif(DEVICE == "cuda", reason="looks at what only the CPU's stand-ins show")
 
 # Few threads and keys, so that short rows take the paths of long ones: several spans a part, several parts a row.
-SMALL = {"THREADS": 64, "KEYS": 8, "PART": 512}
+SMALL = {"THREADS": 64, "KEYS": 8, "PART": 512, "RESIDENT": 1, "LISTED": 128}
+
+
+def on_gpu(logits, lengths, out, starts, next_n, cluster, settings):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk_cuda, "SETTINGS", topk_cuda.SETTINGS | settings)
+        patch.setattr(topk_cuda, "_kernels", kernels_of(tuple(sorted(settings.items()))))
+        patch.setattr(topk_cuda, "_cluster", lambda rows, width, split: cluster)
+        topk_cuda.top_k(logits, lengths, out, starts, next_n)
+
+
+@functools.cache
+def kernels_of(_settings):  # each with a cache of its own
+    return functools.cache(topk_cuda._kernels.__wrapped__)
+
+
+def run(logits, lengths, k, starts=None, next_n=1, cluster=1, seed=0, **settings):
+    out = torch.full((logits.shape[0], k), -7, dtype=torch.int32, device=DEVICE)
+    if ON_GPU:
+        on_gpu(logits, lengths, out, starts, next_n, cluster, settings)
+    else:
+        emulated.top_k(logits, lengths, out, starts, next_n, cluster, seed, **settings)
+    return out
 
 
 def check(logits, lengths, k, what="", starts=None, next_n=1, clusters=topk_cuda.CLUSTERS, **settings):
     want = topk.top_k_reference(logits, lengths, k, starts, next_n)
     for cluster in clusters:
-        out = torch.full((logits.shape[0], k), -7, dtype=torch.int32)
-        emulated.top_k(logits, lengths, out, starts, next_n, cluster, seed=cluster, **(settings or SMALL))
-        assert_same_bits(out, want, f"{what} {cluster} CTAs a row")
+        got = run(logits, lengths, k, starts, next_n, cluster, seed=cluster, **(settings or SMALL))
+        assert_same_bits(got, want, f"{what} {cluster} CTAs a row")
     return want
 
 
+@cpu_only
 def test_the_kernel_compiles_without_warnings():
     assert emulated.warnings(**topk_cuda.SETTINGS) == ""
 
@@ -60,13 +83,13 @@ def test_longest_row():
 
 
 def test_ties_go_to_the_larger_position():
-    logits = torch.zeros(1, 1000)
+    logits = torch.zeros(1, 1000, device=DEVICE)
     logits[0, 3] = 1.0
     assert check(logits, as_lengths(1000), 512)[0].tolist() == [*range(999, 488, -1), 3]
 
 
 def test_nan_ranks_first_whatever_its_bits_and_minus_zero_equals_zero():
-    logits = torch.full((1, 600), -1.0)
+    logits = torch.full((1, 600), -1.0, device=DEVICE)
     bits = logits.view(torch.int32)
     bits[0, 10], bits[0, 20], bits[0, 30] = 0x7FC00001, -0x400000, 0x7F800001  # quiet, negative, signalling
     logits[0, 40], logits[0, 50], logits[0, 60] = INF, 0.0, -0.0
@@ -87,7 +110,7 @@ def test_any_number_of_equal_scores_at_the_threshold():
 def test_nearly_equal_scores_differ_in_every_digit_of_the_key():
     for shift in (0, 7, 8, 9, 19, 20, 21):
         steps = torch.arange(3000).flip(0)[None] % 1500
-        logits = (0x3F000000 + (steps << shift) % 0x40000000).int().view(torch.float32)
+        logits = (0x3F000000 + (steps << shift) % 0x40000000).int().view(torch.float32).to(DEVICE)
         check(logits, as_lengths(3000), 600, f"bit {shift}")
 
 
@@ -96,7 +119,7 @@ def test_row_does_not_see_its_neighbours_or_its_padding():
     row = normal(n)
     alone = topk.top_k_reference(row[None], as_lengths(n), k)[0]
     for poison in (NAN, INF, -INF, 3e38):
-        crowd = torch.full((5, 3000), poison)
+        crowd = torch.full((5, 3000), poison, device=DEVICE)
         crowd[3, :n] = row
         assert_same_bits(check(crowd, as_lengths(3000, 0, 400, n, 2000), k)[3], alone, f"poison {poison}")
 
@@ -123,8 +146,7 @@ def test_the_order_of_threads_changes_nothing():
     logits, lengths = normal(2, 5000).bfloat16().float(), as_lengths(5000, 4000)
     first = None
     for seed in range(8):
-        out = torch.full((2, 600), -7, dtype=torch.int32)
-        emulated.top_k(logits, lengths, out, cluster=4, seed=seed, **SMALL)
+        out = run(logits, lengths, 600, cluster=4, seed=seed, **SMALL)
         first = out if first is None else first
         assert_same_bits(out, first, f"seed {seed}")
 
@@ -162,6 +184,7 @@ class _Driver(types.ModuleType):
         return (0,)
 
 
+@cpu_only
 def test_one_launch_with_the_arguments_of_the_kernel(monkeypatch):
     driver = _Driver()
     package = types.ModuleType("cuda.bindings")
@@ -181,5 +204,5 @@ def test_one_launch_with_the_arguments_of_the_kernel(monkeypatch):
 
 def test_a_row_longer_than_two_digits_of_position_is_refused():
     with pytest.raises(ValueError, match="expected at most"):
-        topk_cuda.top_k(torch.empty(1, 1).expand(1, topk_cuda.MAX_WIDTH + 1), as_lengths(1),
+        topk_cuda.top_k(torch.empty(1, 1).expand(1, topk_cuda.MAX_WIDTH + 1), torch.ones(1, dtype=torch.int32),
                         torch.empty(1, 8, dtype=torch.int32))

@@ -3,18 +3,23 @@ import functools
 
 import torch
 
-from vllm.zero_mismatch import topk
+from vllm.zero_mismatch import topk, topk_cuda
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN, INF = float("nan"), float("inf")
 
 
-def select(logits, lengths, k, starts=None, next_n=1, split=False, slots=3):
+def launchers():
+    """What this machine can run: the kernel that `top_k` chooses, and Triton's where that is another."""
+    return (topk.top_k, topk.triton_top_k) if topk_cuda.supports(torch.device(DEVICE)) else (topk.top_k,)
+
+
+def select(logits, lengths, k, starts=None, next_n=1, split=False, slots=3, launch=topk.top_k):
     """Run the kernel with every buffer poisoned; returns [rows, k] int32."""
     rows, width = logits.shape
     out = torch.full((rows, k), -7, dtype=torch.int32, device=DEVICE)
     scratch = torch.full((slots, topk.scratch_shape(width)[1]), -1, dtype=torch.int32, device=DEVICE)
-    return topk.top_k(logits, lengths, out, scratch, starts=starts, next_n=next_n, split=split)
+    return launch(logits, lengths, out, scratch, starts=starts, next_n=next_n, split=split)
 
 
 def as_lengths(*values):
@@ -31,8 +36,10 @@ def assert_same_bits(got, want, what=""):
 
 def check(logits, lengths, k, what="", **layout):
     want = topk.top_k_reference(logits, lengths, k, layout.get("starts"), layout.get("next_n", 1))
-    for split in (False, True) if logits.shape[1] > topk._cap(k) else (False,):
-        assert_same_bits(select(logits, lengths, k, split=split, **layout), want, f"{what} split={split}")
+    for launch in launchers():
+        for split in (False, True) if DEVICE == "cuda" or logits.shape[1] > topk._cap(k) else (False,):
+            got = select(logits, lengths, k, split=split, launch=launch, **layout)
+            assert_same_bits(got, want, f"{what} {launch.__name__} split={split}")
     return want
 
 

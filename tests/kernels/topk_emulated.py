@@ -15,7 +15,7 @@ ENTRY = """
 extern "C" void emulate_{c}(const void* from, const void* to, int rows, unsigned seed, const Arguments* arguments) {{
   emulator::readable_from = static_cast<const char*>(from);
   emulator::readable_to = static_cast<const char*>(to);
-  emulator::launch(rows * {c}, {c}, THREADS, sizeof(Shared), seed, [=] {{ top_k_{c}(*arguments); }});
+  emulator::launch(rows * {c}, {c}, THREADS, sizeof(Shared), seed, [=] {{ topk_exact_{c}(*arguments); }});
 }}
 """
 

@@ -6,7 +6,7 @@ its memory, before any graph is captured; afterwards nothing is allocated and it
 """
 import torch
 
-from vllm.zero_mismatch import topk
+from vllm.zero_mismatch import topk, topk_cuda
 
 SLACK = 1024  # DeepGEMM may round the width of the scores up to its tile
 
@@ -34,6 +34,10 @@ def reserve(width: int, k: int, device: torch.device) -> None:
     Compiling loads a module, which a stream under capture refuses.
     """
     workspace = _workspace()
+    if topk_cuda.supports(device):
+        topk_cuda.prepare(device)
+        workspace.scratch = torch.empty(0, 0, dtype=torch.int32, device=device)
+        return
     shape = topk.scratch_shape(width + SLACK)
     if workspace.scratch is not None and workspace.scratch.shape[1] >= shape[1]:
         return

@@ -528,7 +528,7 @@ __device__ __forceinline__ void select(const Arguments& a) {
 
 #define TOP_K(cluster)                                                                            \
   extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_OF(cluster)             \
-  top_k_##cluster(const Arguments arguments) { select<cluster>(arguments); }
+  topk_exact_##cluster(const Arguments arguments) { select<cluster>(arguments); }
 
 TOP_K(1)
 TOP_K(2)

@@ -365,7 +365,7 @@ def scratch_shape(width: int) -> tuple[int, int]:
     return SLOTS, LIST + triton.cdiv(width, 256) * 16
 
 
-def _check(logits, lengths, out, scratch, starts, next_n) -> None:
+def _check(logits, lengths, out, starts, next_n) -> None:
     rows, width = logits.shape
     k = out.shape[1]
     problems = []
@@ -380,11 +380,14 @@ def _check(logits, lengths, out, scratch, starts, next_n) -> None:
         problems.append(f"lengths: found {lengths.dtype} {tuple(lengths.shape)}, expected {rows // next_n} int32")
     if starts is not None and (starts.dtype != torch.int32 or starts.numel() != rows):
         problems.append(f"starts: found {starts.dtype} {tuple(starts.shape)}, expected {rows} int32")
-    if scratch.dtype != torch.int32 or scratch.dim() != 2 or scratch.shape[1] < scratch_shape(width)[1]:
-        problems.append(f"scratch: found {scratch.dtype} {tuple(scratch.shape)}, expected int32 of at least "
-                        f"{scratch_shape(width)[1]} a slot; reserve scratch_shape(largest width)")
     if problems:
         raise ValueError("indexer Top-K: " + "; ".join(problems))
+
+
+def _check_scratch(scratch, width: int) -> None:
+    if scratch.dtype != torch.int32 or scratch.dim() != 2 or scratch.shape[1] < scratch_shape(width)[1]:
+        raise ValueError(f"indexer Top-K: scratch: found {scratch.dtype} {tuple(scratch.shape)}, expected int32 of at "
+                         f"least {scratch_shape(width)[1]} a slot; reserve scratch_shape(largest width)")
 
 
 def top_k(logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor,
@@ -394,9 +397,21 @@ def top_k(logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, scratc
     logits: [rows, width] fp32 or bf16; columns outside a row's bounds are never used, whatever they hold.
     lengths: [rows] int32, the row's scores are columns 0..lengths[r]; with `starts: [rows] int32` it is the end column
         and positions count from the start; with next_n > 1 it is [rows / next_n], for the last of next_n draft rows.
-    scratch: int32 of scratch_shape(width), any content. split: several CTAs for a long row (few rows: decode).
+    scratch: int32 of scratch_shape(width), any content; unused where the CUDA kernel runs.
+    split: several CTAs for a long row (few rows: decode).
     """
-    _check(logits, lengths, out, scratch, starts, next_n)
+    _check(logits, lengths, out, starts, next_n)
+    from vllm.zero_mismatch import topk_cuda  # not at the top: this file is also loaded alone, to time its kernels
+
+    if topk_cuda.supports(logits.device):
+        return topk_cuda.top_k(logits, lengths, out, starts, next_n, split)
+    return triton_top_k(logits, lengths, out, scratch, starts, next_n, split)
+
+
+def triton_top_k(logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor,
+                 starts: torch.Tensor | None = None, next_n: int = 1, split: bool = False) -> torch.Tensor:
+    """The same by the kernels of this file, on every GPU that Triton knows."""
+    _check_scratch(scratch, logits.shape[1])
     (rows, width), k = logits.shape, out.shape[1]
     cap, slots = _cap(k), scratch.shape[0]
     split = split and starts is None and width > cap

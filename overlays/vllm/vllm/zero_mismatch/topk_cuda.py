@@ -86,6 +86,7 @@ def _cubin(architecture: str, bf16: bool) -> bytes:
     return cubin
 
 
+@functools.cache
 def supports(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -97,17 +98,21 @@ def _kernels(index: int, bf16: bool) -> dict:
 
     major, minor = torch.cuda.get_device_capability(index)
     with torch.cuda.device(index):
+        torch.empty(1, device="cuda")  # makes the GPU's context this thread's, which the driver's functions expect
         library = _call(driver.cuLibraryLoadData, _cubin(f"sm_{major}{minor}", bf16), [], [], 0, [], [], 0)
         kernels = {}
         for cluster in CLUSTERS:
-            kernel = _call(driver.cuLibraryGetKernel, library, f"top_k_{cluster}".encode())
+            kernel = _call(driver.cuLibraryGetKernel, library, f"topk_exact_{cluster}".encode())
             kernels[cluster] = _call(driver.cuKernelGetFunction, kernel)
     return kernels
 
 
-def prepare(device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-    """Compile and load, which a stream under capture refuses."""
-    _kernels(torch.device(device).index or 0, dtype == torch.bfloat16)
+def prepare(device: torch.device) -> None:
+    """Compile and load, which a stream under capture refuses. DeepGEMM's scores are fp32, on SM100 also bf16."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _kernels(index, False)
+    if torch.cuda.get_device_capability(index) >= (10, 0):
+        _kernels(index, True)
 
 
 def _cluster(rows: int, width: int, split: bool) -> int:
