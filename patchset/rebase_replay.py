@@ -76,7 +76,7 @@ class PatchResult:
 
 OPEN = (*FAILED, PARTLY, MOVED, NAME_GONE, sentinel.GONE)  # left as files, for a person to edit
 Release = Callable[[str], File | None]
-Settled = Callable[[PatchResult], tuple[str, Files] | None]
+Settled = Callable[[PatchResult], tuple[str, dict[str, bytes]] | None]
 
 
 def overall(files: list[FileResult]) -> str:
@@ -126,7 +126,9 @@ class Replay:
         if result.verdict in OPEN:
             result.sides = self._sides(result, base, patched)
             if not written and (found := settled(result)):
-                result.resolved, result.after = found
+                result.resolved, after = found
+                result.before |= {path: file for path in after if (file := self.now(path))}
+                result.after = {path: File(data, self._mode(path)) for path, data in after.items()}
                 result.names = self._names(result, base, patched)
         if result.verdict in FAILED:
             self.failed.add(patch.slug)
@@ -134,6 +136,10 @@ class Replay:
         self.changed |= {path: result.after.get(path) for path in {*result.before, *result.after}}
         self._advance(patch, patched)
         return result
+
+    def _mode(self, path: str) -> str:
+        file = self.now(path)
+        return file.mode if file else "100644"
 
     def _names(self, result: PatchResult, base: Files, patched: Files) -> list[str]:
         """Names that the carried lines lack; not by likeness of words if a person wrote them for this release."""

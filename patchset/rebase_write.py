@@ -18,9 +18,9 @@ from .export import canonical, replace_file
 from .paths import inside
 from .rebase_merge import Merger
 from .rebase_replay import REBASED_FROM, PatchResult, state_of, without_blobs
-from .rebase_verdicts import ABSORBED, CLEAN, FAILED, MERGED, OFFSET, RESOLVED
+from .rebase_verdicts import ABSORBED, FAILED, MERGED, RESOLVED
 from .series import Patch
-from .shadow import File, Files
+from .shadow import Files
 
 INPUTS = ("base", "upstream", "patched")
 MARKER = re.compile(rb"^(<{7}|>{7}|\|{7}|={7})( |$)", re.MULTILINE)
@@ -54,7 +54,7 @@ def installable(result: PatchResult) -> bool:
 
     A patch that is clean or offset is used as it is: `apply` accepts it at any offset, and the lock pins the result.
     """
-    return result.verdict == MERGED or result.verdict == RESOLVED and result.text not in (CLEAN, OFFSET)
+    return result.verdict in (MERGED, RESOLVED)
 
 
 def write_proposals(folder: Path, texts: dict[str, bytes], version: str) -> dict[str, Path]:
@@ -103,8 +103,8 @@ def _set_aside(folder: Path) -> None:
     folder.rename(older)
 
 
-def settled(folder: Path, result: PatchResult) -> tuple[str, Files] | None:
-    """The files of merged/, if a person has marked this very conflict as settled.
+def settled(folder: Path, result: PatchResult) -> tuple[str, dict[str, bytes]] | None:
+    """What the touched files become by merged/, if a person has marked this very conflict as settled.
 
     Raises NeedsWork if a marker is left in them. A file that merged/ lacks stays as the release has it, unless the
     patch removes it.
@@ -123,11 +123,8 @@ def settled(folder: Path, result: PatchResult) -> tuple[str, Files] | None:
         raise NeedsWork("a conflict that is marked as settled still has conflict markers", rows=rows,
                         remedy=f"settle them, or remove the file {SETTLED}")
     removed = {file.target for file in result.files if file.path not in result.sides["patched"]}
-    after = {path: file for path, file in result.before.items() if path not in removed}
-    for path, data in found.items():
-        mode = result.before[path].mode if path in result.before else "100644"
-        after[path] = File(data, mode)
-    return f"conflicts/{folder.name}", after
+    kept = {path: file.data for path, file in result.before.items() if path not in removed}
+    return f"conflicts/{folder.name}", kept | found
 
 
 def _bytes(files: Files) -> dict[str, bytes]:

@@ -78,6 +78,17 @@ def test_a_settlement_of_another_state_is_set_aside_not_used_and_not_lost(clash)
     assert not (clash.out / "conflicts" / "gate" / "settled").exists()
 
 
+def test_a_settlement_may_edit_other_files_of_the_release_and_add_some(clash):
+    settle(clash, "gate", clash.release[ENGINE].data)
+    merged = clash.out / "conflicts" / "gate" / "merged" / "toy"
+    (merged / "other.py").write_bytes(clash.release["toy/other.py"].data + b"MORE = 1\n")
+    (merged / "fresh.py").write_bytes(b"FRESH = 1\n")
+    clash.rebase()
+    [other, fresh] = [part for part in clash.proposal("gate").split("diff --git ")[1:]]
+    assert "new file mode 100644" in other and "+FRESH = 1" in other
+    assert "new file" not in fresh and "+MORE = 1" in fresh and "-OTHER" not in fresh
+
+
 def test_an_untouched_conflict_of_another_state_is_simply_replaced(clash):
     clash.edit_release(("LIMIT = 8", "LIMIT = 9"))
     clash.rebase()

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import math
 import sys
 import types
 
@@ -15,6 +16,7 @@ from upstream_source import define, patched, stock
 from vllm.zero_mismatch import indexer_topk, topk
 
 __all__ = ["manager"]  # a fixture
+PLATFORM = "vllm/platforms/interface.py"
 GATE = "vllm/model_executor/layers/fused_moe/router/gate_linear.py"
 
 
@@ -24,14 +26,15 @@ def release(monkeypatch):
 
 
 def _tiers(source: str, batch_invariant: bool) -> types.SimpleNamespace:
-    """GateLinear's switches as the end of __init__ leaves them if everything before it has turned them on."""
+    """GateLinear's switches after what __init__ does for batch invariance, if everything else turns them on."""
     init = next(node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") == "__init__")
     names = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)
              and (node.attr.startswith("allow_") or node.attr.endswith(("_capable", "_eligible")))}
     gate = types.SimpleNamespace(**dict.fromkeys(names, True))
-    last = init.body[-1]
-    if "VLLM_BATCH_INVARIANT" in ast.unparse(last):
-        exec(compile(ast.Module([last], []), "<upstream>", "exec"), {"self": gate, "envs": _envs(batch_invariant)})
+    ours = [statement for statement in init.body if "VLLM_BATCH_INVARIANT" in ast.unparse(statement)]
+    scope = {"self": gate, "envs": _envs(batch_invariant), "can_use_specialized_kernels": True}
+    exec(compile(ast.Module(ours, []), "<upstream>", "exec"), scope)
+    gate.allow_specialized_router_gemm = gate.allow_ll_bf16_gemm = scope["can_use_specialized_kernels"]
     return gate
 
 
@@ -47,6 +50,28 @@ def test_every_tier_of_the_gate_is_off_and_stays_off_when_the_output_type_comes_
 def test_stock_gate_leaves_its_tiers_on_under_batch_invariance():
     assert all(vars(_tiers(stock(GATE), batch_invariant=True)).values())
     assert all(vars(_tiers(patched(GATE), batch_invariant=False)).values()), "the patch must be free when off"
+
+
+def _block_alignment(source: str, batch_invariant: bool, mode: str) -> int:
+    """The alignment that the platform's rule for hybrid models goes on with, from 96 tokens and chunks of 128."""
+    rule = next(node for node in ast.walk(ast.parse(source)) if "mamba_page_size_padded" in ast.unparse(node)
+                and isinstance(node, ast.FunctionDef) and "kernel_block_alignment_size" in ast.unparse(node))
+    ours = [node for node in rule.body if isinstance(node, ast.If) and "VLLM_BATCH_INVARIANT" in ast.unparse(node.test)]
+    scope = {"envs": _envs(batch_invariant), "lcm": math.lcm, "kernel_block_alignment_size": 96,
+             "cache_config": types.SimpleNamespace(mamba_cache_mode=mode),
+             "model_config": types.SimpleNamespace(get_mamba_chunk_size=lambda: 128)}
+    exec(compile(ast.Module(ours, []), "<upstream>", "exec"), scope)
+    return scope["kernel_block_alignment_size"]
+
+
+def test_blocks_of_cached_mamba_states_are_multiples_of_chunks():
+    assert _block_alignment(patched(PLATFORM), True, "align") == 384
+    assert _block_alignment(patched(PLATFORM), True, "none") == 96
+
+
+def test_stock_blocks_of_cached_mamba_states_ignore_the_chunk():
+    assert _block_alignment(stock(PLATFORM), True, "align") == 96
+    assert _block_alignment(patched(PLATFORM), False, "align") == 96, "the patch must be free when off"
 
 
 def _packed(rows: int, width: int) -> tuple[_IndexerMetadata, torch.Tensor, torch.Tensor]:
