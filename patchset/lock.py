@@ -49,7 +49,7 @@ class LockedTarget:
 
     def as_json(self) -> dict:
         return {
-            "patches": dict(self.patches),
+            "patches": [list(pair) for pair in self.patches],  # in the order of the series
             "paths": {p: {"before": e.before, "after": e.after, "by": list(e.by)}
                       for p, e in sorted(self.paths.items())},
             "tree": self.tree,
@@ -148,7 +148,7 @@ def _read_target(name: str, entry: dict) -> LockedTarget:
     upstream, _, rest = name.partition("@")
     version, _, profile = rest.partition("/")
     paths = {path: Entry(e["before"], e["after"], tuple(e["by"])) for path, e in entry["paths"].items()}
-    target = LockedTarget(upstream, version, profile, tuple(entry["patches"].items()), paths, entry["tree"])
+    target = LockedTarget(upstream, version, profile, tuple(map(tuple, entry["patches"])), paths, entry["tree"])
     if target.digest != entry["digest"]:
         raise LockMismatch(f"{NAME} was edited by hand: the entry {name} does not match its digest",
                            remedy="write it again with apply.py export")

@@ -112,7 +112,8 @@ def _another_lock(plan: Plan, applied: state.State) -> Plan:
             remedy="apply.py revert --edits-to DIR moves the edits out and puts the originals back; then apply"))
     what = f"without {', '.join(applied.without)}" if applied.without else f"profile {applied.profile}"
     return _refuse(plan, LockMismatch(
-        f"{plan.target.root} carries another lock's tree ({applied.lock[:12]}, {what}), wanted {plan.locked.digest[:12]}",
+        f"{plan.target.root} carries another lock's tree ({applied.lock[:12]}, {what}), "
+        f"wanted {plan.locked.digest[:12]}",
         rows=_rows(plan.paths, {"older", "pristine", "missing", "edited"}),
         remedy="run apply.py revert (it restores the originals kept beside the state), then apply"))
 
@@ -161,8 +162,8 @@ def _reaches(path: str, file: File, touching: list[series.Patch], before: str | 
     for count in range(1, len(touching)):
         with Shadow({path: file}) as shadow:
             for patch in reversed(touching[:count]):
-                shadow.repository.run(["apply", "--cached", "--reverse", "--whitespace=nowarn", f"--include={path}", "-"],
-                                      stdin=patch.text, index=shadow.index, allowed=(0, 1, 128))
+                shadow.repository.run(["apply", "--cached", "--reverse", "--whitespace=nowarn", f"--include={path}",
+                                       "-"], stdin=patch.text, index=shadow.index, allowed=(0, 1, 128))
             result = shadow.files().get(path)
             if result and result.sha256 == before:
                 return True

@@ -135,7 +135,7 @@ def _tree_version(upstream: Upstream, root: Path) -> str:
 
 
 def site(upstream: Upstream, folder: Path) -> Target | None:
-    """The upstream as installed in a site folder, or None. Raises DirtyTarget for an editable or RECORD-less install."""
+    """The upstream as installed in a site folder, or None. Raises DirtyTarget if editable or without RECORD."""
     root = folder.resolve()
     found = [d for d in metadata.distributions(path=[str(root)])
              if _normal(d.metadata["Name"] or "") == _normal(upstream.distribution)]

@@ -58,7 +58,8 @@ def _sites(pins: Pins, folders: list[Path], names: list[str], asked: bool) -> li
         lacking += [] if hits else [upstream.distribution]
     where = ", ".join(str(folder) for folder in folders)
     if lacking and (asked or not found):
-        raise UsageError(f"{' and '.join(lacking)} not installed in {where}", remedy="pip install the pinned release there")
+        raise UsageError(f"{' and '.join(lacking)} not installed in {where}",
+                         remedy="pip install the pinned release there")
     return found
 
 
@@ -121,8 +122,8 @@ def _json(outcome: Outcome) -> dict:
 def _lines(outcome: Outcome, verb: str, root: Path) -> list[str]:
     one, plan = outcome.target, outcome.plan
     place = one.root.relative_to(root) if one.root.is_relative_to(root) else one.root
-    head = f"{place}: {one.upstream.distribution} {plan.release.version if plan else one.declared}: {_said(outcome, verb)}"
-    lines = [head]
+    version = plan.release.version if plan else one.declared
+    lines = [f"{place}: {one.upstream.distribution} {version}: {_said(outcome, verb)}"]
     if plan and not outcome.error:
         hooks = sum(entry.by != ("overlay",) for entry in plan.locked.paths.values())
         lines.append(f"  {len(plan.locked.patches)} patches on {hooks} files, {len(plan.locked.paths) - hooks} overlay "
@@ -146,5 +147,6 @@ def _said(outcome: Outcome, verb: str) -> str:
     if verb == "verify":
         return "verified, exactly the locked tree"
     if verb == "plan":
-        return {"pristine": "pristine, apply would patch it", "applied": "applied, apply would change nothing"}[outcome.done]
+        return {"pristine": "pristine, apply would patch it",
+                "applied": "applied, apply would change nothing"}[outcome.done]
     return words.get(outcome.done, outcome.done)

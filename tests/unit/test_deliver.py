@@ -124,8 +124,9 @@ def test_an_error_at_every_step_leaves_the_target_as_it_was(made, verb, code, mo
         with monkeypatch.context() as patched:
             left = [step]
             for name in ("replace", "link", "fsync"):  # once: what undoes the work must get through
+                real = getattr(os, name)
 
-                def failing(*args, _real=getattr(os, name), left=left, **kwargs):
+                def failing(*args, _real=real, left=left, **kwargs):
                     left[0] -= 1
                     if left[0] == -1:
                         raise OSError(code, os.strerror(code))

@@ -18,7 +18,8 @@ SOURCES = {
 }
 CHANGED = {
     "first": {"toy/a.py": (b"line_3 = 3\n", b"line_3 = 33\n")},
-    "second": {"toy/a.py": (b"line_30 = 30\n", b"line_30 = 3030\n"), "toy/sub/b.py": (b"return x\n", b"return 2 * x\n")},
+    "second": {"toy/a.py": (b"line_30 = 30\n", b"line_30 = 3030\n"),
+               "toy/sub/b.py": (b"return x\n", b"return 2 * x\n")},
 }
 OVERLAY = {"toy/extra/__init__.py": b"", "toy/extra/op.py": b"def op():\n    return 42\n"}
 TRAILERS = "Upstream-Status: Pending\nArch: any\nTests: none\n"
@@ -31,8 +32,8 @@ def diff(before: dict[str, bytes], after: dict[str, bytes], work: Path) -> bytes
             place = work / name / path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(data)
-    done = subprocess.run(["git", "diff", "--no-index", "--full-index", "--no-renames", "--src-prefix=", "--dst-prefix=",
-                           "a", "b"], cwd=work, capture_output=True, env=git.environment(), check=False)
+    done = subprocess.run(["git", "diff", "--no-index", "--full-index", "--no-renames", "--src-prefix=",
+                           "--dst-prefix=", "a", "b"], cwd=work, capture_output=True, env=git.environment(), check=False)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout
 
@@ -65,8 +66,8 @@ class Toy:
         self.folder = folder
         self.root = folder / "checkout"
         write_tree(self.root, {
-            "patchset.toml": b'schema = 1\n[upstream.toy]\ndistribution = "toy"\npackage = "toy"\ntarget = "build/toy"\n'
-                             b'version = "1.0"\n[upstream.toy.release."1.0"]\nsdist = "' + b"0" * 64 + b'"\n'
+            "patchset.toml": b'schema = 1\n[upstream.toy]\ndistribution = "toy"\npackage = "toy"\n'
+                             b'target = "build/toy"\nversion = "1.0"\n[upstream.toy.release."1.0"]\nsdist = "' + b"0" * 64 + b'"\n'
                              b'[profile.all]\nupstreams = ["toy"]\narch = ["sm90"]\n',
             "patches/toy/series": b"first\nsecond\n",
             **{f"overlays/toy/{path}": data for path, data in OVERLAY.items()},
@@ -101,7 +102,8 @@ class Toy:
         return Request(self.root, self.pins, self.pins.profiles["all"], **options)
 
     def tree(self, name: str = "tree") -> Path:
-        return write_tree(self.folder / name, {**SOURCES, "PKG-INFO": b"Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n"})
+        info = b"Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n"
+        return write_tree(self.folder / name, {**SOURCES, "PKG-INFO": info})
 
     def site(self, name: str = "site") -> Path:
         root = write_tree(self.folder / name, SOURCES)
