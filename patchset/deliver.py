@@ -15,7 +15,7 @@ from .pins import Pins, Profile
 from .plan import Plan
 from .shadow import Offset
 from .target import Target
-from .transaction import JOURNAL, Change, Transaction, discard, sha256_of, write_synced
+from .transaction import JOURNAL, PENDING, Change, Transaction, discard, sha256_of, write_synced
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,9 @@ def _drop_leftovers(target: Target) -> None:
     if folder.exists() and not (folder / JOURNAL).exists():
         if not (folder / state.NAME).exists():
             discard(folder)
-        elif (folder / "applied").exists():
+            return
+        (folder / PENDING).unlink(missing_ok=True)
+        if (folder / "applied").exists():
             discard(folder / "applied")
 
 

@@ -22,6 +22,7 @@ from .errors import DirtyTarget, NeedsWork, Row
 from .paths import inside
 
 JOURNAL = "journal.json"
+PENDING = JOURNAL + ".new"
 STORES = {"apply": ("pristine", "applied"), "revert": ("applied", "pristine")}
 
 
@@ -97,7 +98,7 @@ class Transaction:
         """
         self._keep_starts(direction, changes)
         text = json.dumps({"direction": direction, "changes": [asdict(c) for c in changes], "folders": folders})
-        pending = self.state / (JOURNAL + ".new")
+        pending = self.state / PENDING
         write_synced(pending, text.encode())
         for store in STORES[direction]:
             sync_folder(self.state / store)
