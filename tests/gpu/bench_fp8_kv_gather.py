@@ -15,11 +15,11 @@ import torch
 
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "kernels"), str(TESTS / "gpu")]
-import conftest  # noqa: F401  tests/conftest.py makes the overlays importable without an installed engine
-from flashmla_cases import attend, queries, stock_decode
-from kv_scene import HEAD_DIM, Scene
+import conftest  # noqa: E402, F401  tests/conftest.py makes the overlays importable without an installed engine
+from flashmla_cases import attend, queries, stock_decode  # noqa: E402
+from kv_scene import HEAD_DIM, Scene  # noqa: E402
 
-from vllm.zero_mismatch.fp8_kv_gather import RECORDS, gather
+from vllm.zero_mismatch.fp8_kv_gather import RECORDS, gather  # noqa: E402
 
 # name -> (kind of layer, top-k width): DeepSeek-V4's layers, at the tiny model's index_topk and at the largest
 LAYERS = {"sliding": ("sliding", 0), "csa-512": ("csa", 512), "csa-2048": ("csa", 2048), "hca-128": ("hca", 128)}
@@ -73,7 +73,8 @@ def measure(name: str, case: Scene, bandwidth: float) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file for the results")
-    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes per second of the GPU's memory (H200: 4.8e12)")
+    parser.add_argument("--bandwidth", type=float, default=4.8e12,
+                        help="bytes per second of the GPU's memory (H200: 4.8e12)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench_fp8_kv_gather needs a CUDA GPU", file=sys.stderr)

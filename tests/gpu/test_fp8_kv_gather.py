@@ -60,7 +60,8 @@ def test_gather_has_the_bits_of_the_reference(kind, record):
     case = Scene(RECORDS[record], kind, [0, 3, 126, 128, 511, 700], device="cuda")
     cpu = Scene(RECORDS[record], kind, [0, 3, 126, 128, 511, 700])
     rows, indices, lengths = case.run()
-    want_rows, want_indices, want_lengths = gather_reference(cpu.positions, cpu.request, cpu.window, cpu.topk, cpu.width)
+    want_rows, want_indices, want_lengths = gather_reference(
+        cpu.positions, cpu.request, cpu.window, cpu.topk, cpu.width)
     assert_same_bits(indices, want_indices, "indices")
     assert_same_bits(lengths, want_lengths, "lengths")
     live = want_indices >= 0

@@ -179,4 +179,5 @@ def test_workspace_is_sized_by_limits_and_capped():
     assert plan(4, 8192, max_num_seqs=64, spec=types.SimpleNamespace(num_speculative_tokens=2)).slice_tokens == 192
     assert plan(4, 8192, max_num_seqs=4096, batched=512).slice_tokens == 512
     capped = plan(128, 1 << 20)
-    assert capped.slice_tokens * capped.width * HEAD_DIM * 2 <= 1 << 30 < (capped.slice_tokens + 1) * capped.width * 1024
+    row = capped.width * HEAD_DIM * 2
+    assert capped.slice_tokens * row <= 1 << 30 < (capped.slice_tokens + 1) * row

@@ -33,7 +33,8 @@ def diff(before: dict[str, bytes], after: dict[str, bytes], work: Path) -> bytes
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(data)
     done = subprocess.run(["git", "diff", "--no-index", "--full-index", "--no-renames", "--src-prefix=",
-                           "--dst-prefix=", "a", "b"], cwd=work, capture_output=True, env=git.environment(), check=False)
+                           "--dst-prefix=", "a", "b"], cwd=work, capture_output=True,
+                          env=git.environment(), check=False)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout
 
@@ -67,7 +68,8 @@ class Toy:
         self.root = folder / "checkout"
         write_tree(self.root, {
             "patchset.toml": b'schema = 1\n[upstream.toy]\ndistribution = "toy"\npackage = "toy"\n'
-                             b'target = "build/toy"\nversion = "1.0"\n[upstream.toy.release."1.0"]\nsdist = "' + b"0" * 64 + b'"\n'
+                             b'target = "build/toy"\nversion = "1.0"\n'
+                             b'[upstream.toy.release."1.0"]\nsdist = "' + b"0" * 64 + b'"\n'
                              b'[profile.all]\nupstreams = ["toy"]\narch = ["sm90"]\n',
             "patches/toy/series": b"first\nsecond\n",
             **{f"overlays/toy/{path}": data for path, data in OVERLAY.items()},

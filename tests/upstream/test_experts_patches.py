@@ -152,7 +152,8 @@ def _masked_apply(source, rows, counts, batch_invariant=True):
     experts.quant_config = types.SimpleNamespace(gemm1_clamp_limit=10.0)
     experts.apply(
         None, torch.empty(*rows.shape[:2], 256), torch.empty(len(rows), rows.shape[2], 256),
-        torch.empty(len(rows), 256, rows.shape[2] // 2), None, torch.zeros(1, 6), Activation.SILU, len(rows), None, None,
+        torch.empty(len(rows), 256, rows.shape[2] // 2), None, torch.zeros(1, 6), Activation.SILU, len(rows), None,
+        None,
         None, None, None, types.SimpleNamespace(expert_num_tokens=counts), False,
     )
     return gemms[1], own
@@ -177,7 +178,8 @@ def test_stock_masked_experts_call_upstreams_activation():
 def _low_latency_fp8(source, batch_invariant=True):
     made = {}
     scope = {
-        "envs": _envs(batch_invariant), "Any": object, "current_platform": HOPPER, "DEEPEP_QUANT_BLOCK_SHAPE": [128, 128],
+        "envs": _envs(batch_invariant), "Any": object, "current_platform": HOPPER,
+        "DEEPEP_QUANT_BLOCK_SHAPE": [128, 128],
         "DeepEPLLPrepareAndFinalize": lambda *_, **kwargs: made.update(kwargs), "FusedMoEConfig": object,
         "FusedMoEQuantConfig": object, "FusedMoEPrepareAndFinalize": object, "torch": torch,
     }

@@ -1,14 +1,14 @@
 """The routed experts' fixed choices: one grouped FP8 GEMM at every M, and the order in which slots are summed.
 
-Invariant: an expert row's bits depend on that row, its expert's weights and nothing else; a token's output is the fp32 sum
-of its expert rows in top-k slot order.
+Invariant: an expert row's bits depend on that row, its expert's weights and nothing else; a token's output is the fp32
+sum of its expert rows in top-k slot order.
 
-Why it holds: DeepGEMM's grouped kernels accumulate each row over K in blocks of 128 with one promotion a block, whatever
-tile the row lies in, so the masked layout, the contiguous one, the place within an expert and the number of rows do not
-enter. Upstream picks Triton on SM90 (fused_moe/oracle/fp8.py:125) and, even when asked for DeepGEMM, Triton below 128
-tokens or at N <= 512 (experts/triton_deep_gemm_moe.py:73, deep_gemm_moe.py:67); those are other arithmetics. The row that
-a token gets within its expert comes from an atomic counter (deep_gemm_utils.py:236), which moves rows, not values;
-`ep_gather` then adds slot 0, 1, 2, ... in fp32 (deep_gemm_utils.py:250).
+Why it holds: DeepGEMM's grouped kernels accumulate each row over K in blocks of 128 with one promotion a block,
+whatever tile the row lies in, so the masked layout, the contiguous one, the place within an expert and the number of
+rows do not enter. Upstream picks Triton on SM90 (fused_moe/oracle/fp8.py:125) and, even when asked for DeepGEMM, Triton
+below 128 tokens or at N <= 512 (experts/triton_deep_gemm_moe.py:73, deep_gemm_moe.py:67); those are other arithmetics.
+The row that a token gets within its expert comes from an atomic counter (deep_gemm_utils.py:236), which moves rows, not
+values; `ep_gather` then adds slot 0, 1, 2, ... in fp32 (deep_gemm_utils.py:250).
 """
 import torch
 

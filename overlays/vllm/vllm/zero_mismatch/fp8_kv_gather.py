@@ -4,7 +4,8 @@ Invariant: a query at position p gets the same output bits whether p is decoded,
 reached after a prefix hit. It holds because both phases feed one kernel with one row list: the top-k part first
 (`min((p + 1) // ratio, top_k)` rows, in the indexer's order), then the sliding window by ascending position, then -1.
 The prefill builds that list in `combine_topk_swa_indices` (deepseek_v4/common/ops/cache_utils.py); stock decode reads
-the FP8 cache with another kernel, the window first, in splits planned from its batch (deepseek_v4/nvidia/flashmla.py:248).
+the FP8 cache with another kernel, the window first, in splits planned from its batch
+(deepseek_v4/nvidia/flashmla.py:248).
 `flash_mla_sparse_fwd` gives each query its own thread blocks and walks that query's list only, so neighbours, the width
 of the index tensor and the place of a row in memory do not enter its arithmetic. Queries are therefore independent,
 and running them in slices of a fixed size changes nothing either.

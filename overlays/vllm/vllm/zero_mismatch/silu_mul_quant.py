@@ -12,9 +12,11 @@ slab of slots per expert) and the contiguous one (training, experts packed one a
 Why it holds: one kernel serves both layouts and only its row ranges differ; each row is reduced by a maximum, which has
 no order; divisions are IEEE. Upstream has three other arithmetics: the masked kernel rounds silu, product, scale and
 reciprocal to BF16 and never clamps (csrc/quantization/activation_kernels.cu:511-531, batched_deep_gemm_moe.py), the
-contiguous one rounds silu to BF16 before the product (fp8_utils.py:437), only SM100's packed one rounds once (fp8_utils.py:199).
+contiguous one rounds silu to BF16 before the product (fp8_utils.py:437), only SM100's packed one rounds once
+(fp8_utils.py:199).
 
-The clamp is V4's `swiglu_limit` as in `SiluAndMulWithClamp` (layers/activation.py:212): gate from above, up on both sides.
+The clamp is V4's `swiglu_limit` as in `SiluAndMulWithClamp` (layers/activation.py:212): gate from above, up on both
+sides.
 """
 import torch
 import triton
@@ -31,8 +33,8 @@ EPS = 1e-10  # floor of a group's largest magnitude, as upstream's quantisers
 # The names of vllm.utils.deep_gemm.DeepGemmQuantScaleFMT -> (power-of-two scale, packed four to an int32)
 SCALE_FORMATS = {"FLOAT32": (False, False), "FLOAT32_CEIL_UE8M0": (True, False), "UE8M0": (True, True)}
 
-# Against the fp64 product, relative to a group's largest magnitude: half an e4m3 step of the top binade (2**-4), doubled
-# because a power-of-two scale may leave one binade unused.
+# Against the fp64 product, relative to a group's largest magnitude: half an e4m3 step of the top binade (2**-4),
+# doubled # because a power-of-two scale may leave one binade unused.
 TOLERANCE = 2.0**-3
 
 # Triton's interpreter truncates to BF16 and misrounds some e4m3 values; CPU tests round by hand, the GPU in hardware.
