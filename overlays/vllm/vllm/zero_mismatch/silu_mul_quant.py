@@ -34,7 +34,7 @@ EPS = 1e-10  # floor of a group's largest magnitude, as upstream's quantisers
 SCALE_FORMATS = {"FLOAT32": (False, False), "FLOAT32_CEIL_UE8M0": (True, False), "UE8M0": (True, True)}
 
 # Against the fp64 product, relative to a group's largest magnitude: half an e4m3 step of the top binade (2**-4),
-# doubled # because a power-of-two scale may leave one binade unused.
+# doubled because a power-of-two scale may leave one binade unused.
 TOLERANCE = 2.0**-3
 
 # Triton's interpreter truncates to BF16 and misrounds some e4m3 values; CPU tests round by hand, the GPU in hardware.
