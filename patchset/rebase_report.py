@@ -119,7 +119,7 @@ def _todo(done: Rebase, result: PatchResult) -> str:
 def brief(result: PatchResult) -> str:
     """One line of evidence."""
     if result.names:
-        return f"{_some(result.names)}; its lines: {result.text}"
+        return f"{_some([said.partition(': ')[2] for said in result.names])}; its lines: {result.text}"
     if result.resolved:
         return "; ".join([f"by {result.resolved}", f"without it: {result.text}", *result.notes])
     if result.blocked_by:

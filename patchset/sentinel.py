@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 CHANGED, GONE, NOT_IN_BASE, UNREADABLE = "contract changed", "anchor gone", "anchor not in base", "anchor unreadable"
 SEVERITY = (GONE, UNREADABLE, NOT_IN_BASE, CHANGED)  # the worst first
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-EVIDENCE_LINES = 60
+EVIDENCE_LINES = 40
 READ = "Contract-Read"  # trailer
 
 Source = Callable[[str], bytes | None]  # path -> bytes of that file in a release, or None
