@@ -35,6 +35,8 @@ CUDA_VARIANTS = {
     "t1024p4k": ({"THREADS": 1024, "KEYS": 8, "PART": 4096}, None),
     "t1024k16": ({"THREADS": 1024, "KEYS": 16, "RESIDENT": 1, "PART": 16384}, None),
     "t256": ({"THREADS": 256, "KEYS": 16, "RESIDENT": 4, "PART": 4096}, None),
+    "t256k32": ({"THREADS": 256, "KEYS": 32, "RESIDENT": 2}, None),
+    "t256k32r3": ({"THREADS": 256, "KEYS": 32, "RESIDENT": 3}, None),
     "k8": ({"THREADS": 512, "KEYS": 8, "RESIDENT": 3, "PART": 4096}, None),
     "r3": ({"RESIDENT": 3}, None),
     "l64": ({"LISTED": 64}, None),

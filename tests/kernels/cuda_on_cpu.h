@@ -206,6 +206,15 @@ inline unsigned __shfl_down_sync(unsigned, unsigned value, int step) {
   return emulator::exchange(value)[lane + step > 31 ? lane : lane + step];
 }
 
+inline unsigned __shfl_xor_sync(unsigned, unsigned value, int step) {
+  return emulator::exchange(value)[(emulator::here->index % 32) ^ step];
+}
+
+inline bool __any_sync(unsigned, bool vote) {
+  const uint64_t* votes = emulator::exchange(vote);
+  return std::any_of(votes, votes + 32, [](uint64_t v) { return v != 0; });
+}
+
 inline unsigned __ballot_sync(unsigned, bool vote) {
   const uint64_t* votes = emulator::exchange(vote);
   unsigned all = 0;
@@ -238,8 +247,8 @@ struct Counters {
 struct Output {
   int* row;
   explicit Output(int* global) : row(global) {}
-  void put(unsigned slot, int position, bool really) const {
-    if (really) row[slot] = position;
+  void append(unsigned& slot, int position, unsigned really) const {
+    if (really) row[slot++] = position;
   }
 };
 

@@ -16,11 +16,13 @@ constexpr int SPAN = KEYS * THREADS;  // scores a CTA holds at a time; a longer 
 constexpr int WARPS = THREADS / 32;
 constexpr int CHUNKS = VECTORS * WARPS;  // 128 consecutive positions, a warp's vector loads
 constexpr int BINS = 4096;
-constexpr int GROUPS = 32;
-constexpr int GROUP = BINS / GROUPS;
-constexpr unsigned COMPARED = 64;  // pairs that are compared with each other
+constexpr int OWN = BINS / THREADS;  // bins that a thread adds up
+constexpr int COMPARED = 64;         // pairs that are compared with each other
+constexpr int RIVALS = THREADS / COMPARED < 32 ? THREADS / COMPARED : 32;  // threads that share one's comparisons
+constexpr int SUM_WORDS = VECTORS <= 4 ? 1 : 2;
 constexpr unsigned FULL = 0xffffffffu;
-static_assert(KEYS % 4 == 0 && THREADS > 32 && GROUPS % WARPS == 0 && PART >= 8 * 4 && LISTED >= COMPARED);
+static_assert(KEYS % 4 == 0 && KEYS <= 32 && THREADS >= COMPARED && BINS % (4 * THREADS) == 0);
+static_assert(PART >= 8 * 4 && LISTED >= COMPARED);
 
 enum Task { COUNT, LIST, SOLVE, WRITE };
 
@@ -40,10 +42,10 @@ struct alignas(16) Shared {
   Pair listed[LISTED];    // this CTA's pairs of the last bin
   Pair gathered[LISTED];  // the row's
   Pair finalists[COMPARED];
-  unsigned groups[2][GROUPS];
+  unsigned totals[2][WARPS];
   unsigned chunks[2][CHUNKS];
   unsigned listed_count, finalist_count;
-  Pair threshold;
+  Pair threshold, next;
   Found found;
 };
 
@@ -85,9 +87,10 @@ struct Output {
     asm volatile("" : "+l"(address));
   }
 
-  __device__ __forceinline__ void put(unsigned slot, int position, bool really) const {
+  __device__ __forceinline__ void append(unsigned& slot, int position, unsigned really) const {  // if it is not zero
     asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.u32 [%0], %1;}"
-                 :: "l"(address + 4ull * slot), "r"(position), "r"(static_cast<unsigned>(really)) : "memory");
+                 :: "l"(address + 4ull * slot), "r"(position), "r"(really) : "memory");
+    if (really != 0) ++slot;
   }
 };
 #endif
@@ -98,10 +101,6 @@ struct Team {
   int rank, parts;
 
   __device__ __forceinline__ bool alone() const { return CLUSTER == 1 || parts == 1; }
-
-  __device__ __forceinline__ const Shared& member(Shared& mine, int part) const {
-    return alone() ? mine : peer(mine, part);
-  }
 
   __device__ __forceinline__ void join() const {
     if (alone()) {
@@ -144,72 +143,48 @@ struct Prefix {
     }
   }
 
+  __device__ __forceinline__ bool holds(unsigned other) const { return ((other ^ key) & key_mask) == 0; }
+
   __device__ __forceinline__ bool holds(unsigned other, unsigned position) const {
-    return (other & key_mask) == key && (position & place_mask) == place;
+    return holds(other) && ((position ^ place) & place_mask) == 0;
   }
 
   __device__ __forceinline__ bool holds(Pair pair) const {
     return holds(static_cast<unsigned>(pair >> 32), static_cast<unsigned>(pair));
   }
-
-  __device__ __forceinline__ bool chooses(unsigned other, unsigned position) const {
-    return pair_of(other, position) >= pair_of(key, place);
-  }
 };
 
-// A bit for each of a thread's keys.
-struct Marks {
-  static constexpr int WORDS = (KEYS + 31) / 32;
-  unsigned words[WORDS] = {};
-
-  __device__ __forceinline__ void set(int i, bool mark) { words[i / 32] |= mark ? 1u << i % 32 : 0; }
-
-  __device__ __forceinline__ bool get(int i) const { return words[i / 32] >> i % 32 & 1; }
-
-  __device__ __forceinline__ unsigned count() const {
-    unsigned sum = 0;
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) sum += __popc(words[i]);
-    return sum;
-  }
-};
-
-// One CTA's part of a row: indices low..high, counted from `base`, which is aligned to a vector. The row begins `shift`
-// after it. A key of 0 is below every score's.
+// One CTA's part of a row, its positions below `end`. The row begins `shift` after `base`, which is aligned to a vector. A
+// thread holds vectors of four positions, TILE apart. A key of 0 is below every score's.
 struct Part {
   const void* base;
-  int shift, low, high, spans;
+  int shift, low, end, spans;
   int held = -1;
+  int first, vectors;  // this thread's first position, which may lie before the row; vectors that reach into the part
   unsigned keys[KEYS];
-
-  __device__ __forceinline__ int index(int span, int vector) const {
-    return low + span * SPAN + vector * TILE + static_cast<int>(threadIdx.x) * 4;
-  }
-
-  __device__ __forceinline__ bool reaches(int span, int vector) const {  // the same for the whole CTA
-    return low + span * SPAN + vector * TILE < high;
-  }
 
   __device__ __forceinline__ void hold(int span) {
     if (held == span) return;
     held = span;
+    first = low + span * SPAN + static_cast<int>(threadIdx.x) * 4;
+    vectors = (end - (low + span * SPAN) + TILE - 1) / TILE;
     uint4 raw[VECTORS];
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
       raw[j] = make_uint4(0, 0, 0, 0);
-      if (index(span, j) < high) raw[j] = load_four(base, index(span, j));
+      if (first + j * TILE < end) raw[j] = load_four(base, shift + first + j * TILE);
     }
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
-      const int at = index(span, j);
       keys[4 * j] = ordered(raw[j].x);
       keys[4 * j + 1] = ordered(raw[j].y);
       keys[4 * j + 2] = ordered(raw[j].z);
       keys[4 * j + 3] = ordered(raw[j].w);
-      if (at < shift || at + 4 > high)
+      const int position = first + j * TILE;
+      if (position < 0 || position + 4 > end)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          if (at + i < shift || at + i >= high) keys[4 * j + i] = 0;
+          if (static_cast<unsigned>(position + i) >= static_cast<unsigned>(end)) keys[4 * j + i] = 0;
     }
   }
 
@@ -218,14 +193,11 @@ struct Part {
   __device__ __forceinline__ void each(Visit visit) const {
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j)
-      if (reaches(held, j))
+      if (j < vectors)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          visit(4 * j + i, keys[4 * j + i], static_cast<unsigned>(index(held, j) + i - shift));
+        for (int i = 0; i < 4; ++i) visit(4 * j + i, keys[4 * j + i], static_cast<unsigned>(first + j * TILE + i));
   }
 };
-
-__device__ __forceinline__ unsigned sum_of(uint4 x) { return x.x + x.y + x.z + x.w; }
 
 // Inclusive sum over this lane and the lanes before it.
 __device__ __forceinline__ unsigned sum_up_to(unsigned x) {
@@ -248,106 +220,149 @@ __device__ __forceinline__ unsigned sum_from(unsigned x) {
   return x;
 }
 
-__device__ __forceinline__ void clear(unsigned* histogram, int first, int step) {
-  for (int i = first; i < BINS / 4; i += step) reinterpret_cast<uint4*>(histogram)[i] = make_uint4(0, 0, 0, 0);
+__device__ __forceinline__ void clear(unsigned* histogram) {
+#pragma unroll
+  for (int i = 0; i < OWN / 4; ++i)
+    reinterpret_cast<uint4*>(histogram)[i * THREADS + threadIdx.x] = make_uint4(0, 0, 0, 0);
 }
 
-__device__ __forceinline__ void sum_groups(Shared& s, int side) {
+__device__ __forceinline__ void add_bins(unsigned (&sums)[OWN], const unsigned* histogram, bool really) {
 #pragma unroll
-  for (int i = 0; i < GROUPS / WARPS; ++i) {
-    const int group = threadIdx.x / 32 + i * WARPS;
-    const uint4* bins = reinterpret_cast<const uint4*>(s.histogram[side] + group * GROUP);
-    const unsigned sum = __reduce_add_sync(FULL, sum_of(bins[threadIdx.x % 32]));
-    if (threadIdx.x % 32 == 0) s.groups[side][group] = sum;
+  for (int i = 0; i < OWN / 4; ++i) {
+    const uint4 bins = reinterpret_cast<const uint4*>(histogram)[i];
+    sums[4 * i] += really ? bins.x : 0;
+    sums[4 * i + 1] += really ? bins.y : 0;
+    sums[4 * i + 2] += really ? bins.z : 0;
+    sums[4 * i + 3] += really ? bins.w : 0;
   }
 }
 
-// One warp finds the digit of the `wanted`-th pair from the top; its lanes hold groups, then bins, from the top down.
+__device__ __forceinline__ unsigned sum_of(const unsigned (&bins)[OWN]) {
+  unsigned sum = 0;
+#pragma unroll
+  for (int i = 0; i < OWN; ++i) sum += bins[i];
+  return sum;
+}
+
+// Finds the digit of the `wanted`-th pair from the top: threads hold bins from the top down.
 template <int CLUSTER>
 __device__ __forceinline__ void find_digit(Shared& s, int side, unsigned wanted, Team<CLUSTER> team) {
-  const int lane = threadIdx.x % 32;
-  unsigned sum = 0, later = 0;
-  for (int part = 0; part < team.parts; ++part) {
-    const unsigned count = team.member(s, part).groups[side][GROUPS - 1 - lane];
-    sum += count;
-    later += part > team.rank ? count : 0;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first = BINS - (static_cast<int>(threadIdx.x) + 1) * OWN;
+  unsigned bins[OWN] = {}, later_bins[OWN] = {}, later_above = 0;
+  add_bins(bins, s.histogram[side] + first, true);
+  unsigned sum = sum_of(bins), reached = sum_up_to(sum);
+  if (lane == 31) s.totals[side][warp] = reached;
+  team.join();
+  unsigned above = 0;
+  if (team.alone()) {
+    above = __reduce_add_sync(FULL, lane < warp ? s.totals[side][lane] : 0);
+  } else {
+    unsigned mine = 0;
+#pragma unroll
+    for (int i = 0; i < CLUSTER * WARPS; i += 32) {
+      const int part = (i + lane) / WARPS, place = (i + lane) % WARPS;
+      const unsigned count = part < team.parts ? peer(s, part).totals[side][place] : 0;
+      above += place < warp ? count : 0;
+      mine += place == warp ? count : 0;
+      later_above += place < warp && part > team.rank ? count : 0;
+    }
+    above = __reduce_add_sync(FULL, above);
+    mine = __reduce_add_sync(FULL, mine);
+    sum = reached = 0;
+    if (above < wanted && wanted <= above + mine) {  // in this warp's bins
+      later_above = __reduce_add_sync(FULL, later_above);
+#pragma unroll
+      for (int i = 0; i < OWN; ++i) bins[i] = 0;
+#pragma unroll
+      for (int part = 0; part < CLUSTER; ++part) {  // without branches, so that all are being read at once
+        const unsigned* theirs = peer(s, part < team.parts ? part : 0).histogram[side] + first;
+        add_bins(bins, theirs, part < team.parts);
+        add_bins(later_bins, theirs, part < team.parts && part > team.rank);
+      }
+      sum = sum_of(bins), reached = sum_up_to(sum);
+      later_above += sum_up_to(sum_of(later_bins)) - sum_of(later_bins);
+    }
   }
-  unsigned reached = sum_up_to(sum);
-  const int at = __ffs(__ballot_sync(FULL, reached >= wanted)) - 1;
-  const unsigned above = __shfl_sync(FULL, reached - sum, at);
-  unsigned later_above = CLUSTER == 1 ? 0 : __reduce_add_sync(FULL, lane < at ? later : 0);
-
-  const int first = (GROUPS - 1 - at) * GROUP + (31 - lane) * 4;
-  uint4 bins = make_uint4(0, 0, 0, 0), later_bins = make_uint4(0, 0, 0, 0);
-  for (int part = 0; part < team.parts; ++part) {
-    const uint4 count = *reinterpret_cast<const uint4*>(team.member(s, part).histogram[side] + first);
-    bins.x += count.x, bins.y += count.y, bins.z += count.z, bins.w += count.w;
-    if (part > team.rank)
-      later_bins.x += count.x, later_bins.y += count.y, later_bins.z += count.z, later_bins.w += count.w;
+  above += reached - sum;
+  if (above >= wanted || above + sum < wanted) return;
+  bool done = false;
+#pragma unroll
+  for (int i = OWN - 1; i >= 0; --i) {
+    if (!done && above + bins[i] >= wanted) {
+      done = true;
+      s.found = {static_cast<unsigned>(first + i), above, bins[i], later_above, later_bins[i]};
+    }
+    above += bins[i];
+    later_above += later_bins[i];
   }
-  reached = above + sum_up_to(sum_of(bins));
-  const int last = __ffs(__ballot_sync(FULL, reached >= wanted)) - 1;
-  if (CLUSTER > 1) later_above += __reduce_add_sync(FULL, lane < last ? sum_of(later_bins) : 0);
-  if (lane != last) return;
-  Found found = {first + 3u, reached - sum_of(bins), bins.w, later_above, later_bins.w};
-  const auto step = [&](unsigned count, unsigned later_count) {
-    if (found.above + found.count >= wanted) return;
-    found = {found.digit - 1, found.above + found.count, count, found.later_above + found.later_count, later_count};
-  };
-  step(bins.z, later_bins.z);
-  step(bins.y, later_bins.y);
-  step(bins.x, later_bins.x);
-  s.found = found;
 }
 
 // Appends the held pairs that share the prefix to `listed`; few do.
 __device__ __forceinline__ void list_pairs(Shared& s, const Part& part, const Prefix& prefix) {
-  Marks marks;
-  part.each([&](int i, unsigned key, unsigned position) { marks.set(i, prefix.holds(key, position)); });
-  const unsigned count = marks.count();
-  if (count == 0) return;
-  unsigned slot = atomicAdd(&s.listed_count, count);
+  unsigned marks = 0;
+  if (prefix.place_mask == 0)
+    part.each([&](int i, unsigned key, unsigned) { marks |= prefix.holds(key) ? 1u << i : 0; });
+  else
+    part.each([&](int i, unsigned key, unsigned position) { marks |= prefix.holds(key, position) ? 1u << i : 0; });
+  if (marks == 0) return;
+  unsigned slot = atomicAdd(&s.listed_count, static_cast<unsigned>(__popc(marks)));
   part.each([&](int i, unsigned key, unsigned position) {
-    if (marks.get(i)) s.listed[slot++] = pair_of(key, position);
+    if (marks >> i & 1) s.listed[slot++] = pair_of(key, position);
   });
 }
 
-// Positions of the held pairs that are chosen, in descending order from `slot` on; returns the slot after them.
+// The marks of each vector counted, a byte for each: those of even and odd vectors in two words, or halves of one.
+__device__ __forceinline__ void count_marks(unsigned marks, unsigned (&sums)[SUM_WORDS]) {
+  marks -= marks >> 1 & 0x55555555u;
+  marks = (marks & 0x33333333u) + (marks >> 2 & 0x33333333u);
+  sums[0] = marks & 0x0f0f0f0fu;
+  const unsigned odd = marks >> 4 & 0x0f0f0f0fu;
+  if constexpr (SUM_WORDS == 1) sums[0] |= odd << 16;
+  else sums[1] = odd;
+}
+
+__device__ __forceinline__ unsigned sum_at(const unsigned (&sums)[SUM_WORDS], int vector) {
+  if constexpr (SUM_WORDS == 1) return sums[0] >> (vector / 2 + vector % 2 * 2) * 8 & 255;
+  else return sums[vector % 2] >> vector / 2 * 8 & 255;
+}
+
+// Positions of the held pairs that are chosen, in descending order from `first_slot` on; returns the slot after them.
 __device__ __forceinline__ unsigned write_held(Shared& s, const Part& part, const Prefix& prefix, unsigned first_slot,
                                                Output out) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Marks marks;
-  unsigned sums[(VECTORS + 3) / 4] = {}, from[(VECTORS + 3) / 4];  // four sums, of at most 128, to a word
-  part.each([&](int i, unsigned key, unsigned position) {
-    const bool chosen = prefix.chooses(key, position);
-    marks.set(i, chosen);
-    if (chosen) sums[i / 16] += 1u << i / 4 % 4 * 8;
-  });
+  unsigned marks = 0;
+  if (prefix.place == 0)
+    part.each([&](int i, unsigned key, unsigned) { marks |= key >= prefix.key ? 1u << i : 0; });
+  else
+    part.each([&](int i, unsigned key, unsigned position) {
+      marks |= pair_of(key, position) >= pair_of(prefix.key, prefix.place) ? 1u << i : 0;
+    });
+  unsigned sums[SUM_WORDS], later[SUM_WORDS];  // of a vector's chosen, and of those in the lanes behind
+  count_marks(marks, sums);
+#pragma unroll
+  for (int i = 0; i < SUM_WORDS; ++i) later[i] = sum_from(sums[i]);
   unsigned* chunks = s.chunks[part.held % 2];
 #pragma unroll
-  for (int j = 0; j < VECTORS; ++j) {
-    if (j % 4 == 0) from[j / 4] = sum_from(sums[j / 4]);
-    if (lane == 0) chunks[j * WARPS + warp] = from[j / 4] >> j % 4 * 8 & 255;
-  }
+  for (int j = 0; j < VECTORS; ++j)
+    if (lane == 0) chunks[j * WARPS + warp] = sum_at(later, j);  // at most 128, which is why a byte does
+#pragma unroll
+  for (int i = 0; i < SUM_WORDS; ++i) later[i] -= sums[i];
   __syncthreads();  // one is enough: the other side is written next
-  unsigned total = 0, after[VECTORS] = {};
+  unsigned total = 0, behind[VECTORS] = {};
 #pragma unroll
   for (int base = 0; base < CHUNKS; base += 32) {
     const unsigned count = base + lane < CHUNKS ? chunks[base + lane] : 0;
     total += count;
 #pragma unroll
-    for (int j = 0; j < VECTORS; ++j) after[j] += base + lane > j * WARPS + warp ? count : 0;
+    for (int j = 0; j < VECTORS; ++j) behind[j] += base + lane > j * WARPS + warp ? count : 0;
   }
 #pragma unroll
   for (int j = 0; j < VECTORS; ++j) {
-    unsigned slot = first_slot + __reduce_add_sync(FULL, after[j]) + ((from[j / 4] - sums[j / 4]) >> j % 4 * 8 & 255);
-    if (part.reaches(part.held, j))
+    if (!__any_sync(FULL, marks >> 4 * j & 15)) continue;
+    unsigned slot = first_slot + __reduce_add_sync(FULL, behind[j]) + sum_at(later, j);
 #pragma unroll
-      for (int i = 3; i >= 0; --i) {
-        const bool chosen = marks.get(4 * j + i);
-        out.put(slot, part.index(part.held, j) + i - part.shift, chosen);
-        slot += chosen;
-      }
+    for (int i = 3; i >= 0; --i) out.append(slot, part.first + j * TILE + i, marks & 1u << (4 * j + i));
   }
   return part.spans > 1 ? first_slot + __reduce_add_sync(FULL, total) : 0;
 }
@@ -360,6 +375,7 @@ __device__ __forceinline__ void pass(Shared& s, Part& part, const Prefix& prefix
   const bool down = task == WRITE || part.held == part.spans - 1;
   for (int turn = 0; turn < part.spans; ++turn) {
     part.hold(down ? part.spans - 1 - turn : turn);
+    if (task == COUNT && level == 0 && turn == 0) __syncthreads();  // the histogram was cleared while scores came
     if (task == WRITE) {
       slot = write_held(s, part, prefix, slot, out);
     } else if (task == LIST) {
@@ -369,7 +385,7 @@ __device__ __forceinline__ void pass(Shared& s, Part& part, const Prefix& prefix
     } else if (level < 3) {
       const int shift = level == 1 ? 8 : 0;
       part.each([&](int, unsigned key, unsigned) {
-        counters.increment((key >> shift) % BINS, (key & prefix.key_mask) == prefix.key);
+        counters.increment((key >> shift) % BINS, prefix.holds(key));
       });
     } else {
       const int shift = level == 3 ? 12 : 0;
@@ -417,22 +433,26 @@ __device__ __forceinline__ void compare(Shared& s, const Pair* pairs, unsigned c
     pairs = s.finalists;
     count = s.finalist_count;
   }
-  for (unsigned t = threadIdx.x; t < count; t += THREADS) {
+  for (unsigned base = 0; base < count; base += THREADS / RIVALS) {
+    const unsigned mine = base + threadIdx.x / RIVALS;
     unsigned larger = 0;
-    for (unsigned i = 0; i < count; ++i) larger += pairs[i] > pairs[t];
-    if (larger == wanted - 1) s.threshold = pairs[t];
+    if (mine < count)
+      for (unsigned i = threadIdx.x % RIVALS; i < count; i += RIVALS) larger += pairs[i] > pairs[mine];
+#pragma unroll
+    for (int step = 1; step < RIVALS; step *= 2) larger += __shfl_xor_sync(FULL, larger, step);
+    if (mine < count && larger == wanted - 1) s.threshold = pairs[mine];
+    if (mine < count && larger == wanted) s.next = pairs[mine];  // there is one: not all of them are wanted
   }
   __syncthreads();
   prefix.key = static_cast<unsigned>(s.threshold >> 32);
-  prefix.place = static_cast<unsigned>(s.threshold);
+  prefix.place = s.threshold >> 32 == s.next >> 32 ? static_cast<unsigned>(s.threshold) : 0;
 }
 
 // How many of the listed pairs that are chosen lie at `end` or behind.
 __device__ __forceinline__ unsigned chosen_behind(const Pair* pairs, unsigned count, const Prefix& prefix, int end) {
   unsigned sum = 0;
   for (unsigned i = threadIdx.x % 32; i < count; i += 32) {
-    const unsigned key = static_cast<unsigned>(pairs[i] >> 32), position = static_cast<unsigned>(pairs[i]);
-    sum += prefix.chooses(key, position) && static_cast<int>(position) >= end;
+    sum += pairs[i] >= pair_of(prefix.key, prefix.place) && static_cast<int>(pairs[i] & FULL) >= end;
   }
   return __reduce_add_sync(FULL, sum);
 }
@@ -461,10 +481,8 @@ __device__ __forceinline__ void select_part(Shared& s, Part& part, unsigned k, T
       const int side = level % 2;
       if (task == SOLVE) count_listed(s, pairs, listed, prefix, level);
       __syncthreads();
-      sum_groups(s, side);
-      counted.join();
-      if (threadIdx.x < 32) find_digit(s, side, wanted, counted);
-      else clear(s.histogram[1 - side], threadIdx.x - 32, THREADS - 32);  // all who read it have joined since
+      find_digit(s, side, wanted, counted);
+      clear(s.histogram[1 - side]);  // all who read it have joined since
       __syncthreads();
       found = s.found;
       prefix.extend(level++, found.digit);
@@ -474,7 +492,7 @@ __device__ __forceinline__ void select_part(Shared& s, Part& part, unsigned k, T
       if (found_all) later += found.later_count;
     }
     if (found_all) {
-      if (!team.alone() && task == SOLVE) later += chosen_behind(pairs, listed, prefix, part.high - part.shift);
+      if (!team.alone() && task == SOLVE) later += chosen_behind(pairs, listed, prefix, part.end);
       if (!team.alone()) cluster_arrive();  // no more reading of the others' memory
       task = WRITE;
     } else if (task == COUNT && found.count <= LISTED) {
@@ -496,10 +514,12 @@ struct Arguments {  // topk_cuda.py packs them
 template <int CLUSTER>
 __device__ __forceinline__ void select(const Arguments& a) {
   SHARED_MEMORY(s);
+  clear(s.histogram[0]);
+  if (threadIdx.x == 0) s.listed_count = s.finalist_count = 0;
   const int rank = blockIdx.x % CLUSTER, row = blockIdx.x / CLUSTER;
-  const int first = a.starts ? a.starts[row] : 0;
+  const int start = a.starts ? a.starts[row] : 0;
   int n = a.next_n == 1 ? a.lengths[row] : a.lengths[row / a.next_n] - (a.next_n - 1) + row % a.next_n;
-  n = max(min(n, a.width) - first, 0);
+  n = max(min(n, a.width) - start, 0);
   int* out = a.out + row * a.out_stride;
   if (n <= a.k) {
     if (rank == 0)
@@ -507,22 +527,18 @@ __device__ __forceinline__ void select(const Arguments& a) {
     return;
   }
   constexpr int SIZE = BF16 ? 2 : 4;
-  const unsigned long long address = reinterpret_cast<unsigned long long>(a.logits) + (row * a.stride + first) * SIZE;
+  const unsigned long long address = reinterpret_cast<unsigned long long>(a.logits) + (row * a.stride + start) * SIZE;
   Part part;
   part.shift = static_cast<int>(address / SIZE % 4);
   part.base = reinterpret_cast<const void*>(address - part.shift * SIZE);
-  const int end = n + part.shift;
   int halvings = 0;
-  while ((1 << halvings) < CLUSTER && (PART << halvings) < end) ++halvings;
+  while ((1 << halvings) < CLUSTER && (PART << halvings) < n) ++halvings;
   const int parts = 1 << halvings;
-  const int size = (((end + parts - 1) >> halvings) + 3) & ~3;
   if (rank >= parts) return;  // the cluster's barriers do not wait for CTAs that have left
-  part.low = rank * size;
-  part.high = min(part.low + size, end);
-  part.spans = (part.high - part.low + SPAN - 1) / SPAN;
-  clear(s.histogram[0], threadIdx.x, THREADS);
-  if (threadIdx.x == 0) s.listed_count = s.finalist_count = 0;
-  __syncthreads();
+  const int size = (((n + part.shift + parts - 1) >> halvings) + 3) & ~3;
+  part.low = rank * size - part.shift;  // aligned; the first part begins before the row
+  part.end = min(part.low + size, n);
+  part.spans = (part.end - part.low + SPAN - 1) / SPAN;
   select_part<CLUSTER>(s, part, a.k, {rank, parts}, Output(out));
 }
 
