@@ -542,11 +542,11 @@ __device__ __forceinline__ void select(const Arguments& a) {
   select_part<CLUSTER>(s, part, a.k, {rank, parts}, Output(out));
 }
 
-#define TOP_K(cluster)                                                                            \
-  extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) CLUSTER_OF(cluster)             \
+#define TOP_K(cluster, cluster_attribute)                                                  \
+  extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_attribute        \
   topk_exact_##cluster(const Arguments arguments) { select<cluster>(arguments); }
 
-TOP_K(1)
-TOP_K(2)
-TOP_K(4)
-TOP_K(8)
+TOP_K(1, )
+TOP_K(2, CLUSTER_OF(2))
+TOP_K(4, CLUSTER_OF(4))
+TOP_K(8, CLUSTER_OF(8))

@@ -4,9 +4,10 @@ Invariant: the contract of `topk`, which says it in full: keys (score, position)
 by descending position, -1 after them, so the row's own scores and length decide every bit. `topk.cu` counts integers
 only, in shared memory, and reads nothing of other rows; how many CTAs share a row follows from shapes.
 
-Compiled by NVRTC, which comes with torch, once a machine (the cubin is kept under vLLM's cache folder, named by source,
-settings, architecture and compiler); `prepare` loads it, so that a launch compiles, loads and allocates nothing and may
-be captured in a graph. A launch does not wait for the host or the GPU.
+Compiled by NVRTC and launched through cuda.bindings, both of which torch's CUDA wheels require (2.11 and 2.14 do): a
+serving image often has no nvcc. Once a machine: the cubin is kept under vLLM's cache folder, named by source, settings,
+architecture and compiler. `prepare` loads it, so that a launch compiles, loads and allocates nothing, waits for nobody
+and may be captured in a graph.
 """
 import ctypes
 import functools
