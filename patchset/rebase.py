@@ -2,7 +2,8 @@
 
 rebase.py puts the parts together: rebase_release (the two releases), rebase_replay (one patch after the other),
 rebase_merge (questions to git), rebase_verdicts and rebase_place (what the answers mean), sentinel (contracts of
-anchored symbols), rebase_write (patches and conflicts on disk), rebase_report (the same for people).
+anchored symbols), rebase_names (names that are gone), rebase_write (patches and conflicts on disk), rebase_report (the
+same for people).
 """
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .errors import UsageError
 from .pins import Pins, Upstream
 from .rebase_merge import Merger
 from .rebase_release import ReleaseTree
-from .rebase_replay import Replay
+from .rebase_replay import PatchResult, Replay
 from .rebase_report import Rebase
 from .series import Patch
 from .shadow import File, Shadow
@@ -33,9 +34,10 @@ def run(root: Path, pins: Pins, upstream: str, to: str, out: Path | None = None,
     named = _named(_load(root, up, base.version, to))
     old = rebase_release.read(base.version, fetch.sdist(up, base), named)
     new = rebase_release.read(to, fetch.sdist(up, release), named)
-    done = replay(root, up, old, new, out or root / "build" / "rebase" / f"{upstream}-{to}", apply_proposals)
+    out = out or root / "build" / "rebase" / f"{upstream}-{to}"
+    done = replay(root, up, old, new, out, apply_proposals)
     done.sdist, done.pinned = release.sdist, pinned
-    return rebase_report.write(done, root, out or root / "build" / "rebase" / f"{upstream}-{to}")
+    return rebase_report.write(done, root, out)
 
 
 def _load(root: Path, upstream: Upstream, base: str, to: str) -> list[tuple[Patch, Patch | None]]:
@@ -68,20 +70,15 @@ def replay(root: Path, upstream: Upstream, old: ReleaseTree, new: ReleaseTree, o
         overlay = {path: File(file.read_bytes()) for path, file in series.overlay_files(root, upstream.name).items()}
         play = Replay(shadow, (old.files.get, new.files.get), (old.version, new.version), targets, upstream.package,
                       overlay)
-        python = new.python
         texts = {}
         with progress.bar(f"replay {upstream.name} on {new.version}", len(patches), unit="patches") as advance:
             for patch, written in patches:
-                findings = [finding for anchor in _anchors(patch)
-                            for finding in sentinel.compare(anchor, old.data, new.data, python, targets)]
-                folder = out / "conflicts" / patch.slug
-                result = play.step(patch, findings, written, lambda r, folder=folder: rebase_write.settled(folder, r))
+                result = _step(play, patch, written, (old, new), out / "conflicts" / patch.slug)
                 done.patches.append(result)
                 if text := rebase_write.proposal(git, result, old.version):
                     texts[patch.slug] = text
                 if result.sides and not result.resolved:
-                    rebase_write.write_conflict(folder, result.sides)
-                    done.conflicts[patch.slug] = folder
+                    done.conflicts[patch.slug] = out / "conflicts" / patch.slug
                 advance(1)
         done.overlay = play.overlay_imports()
     done.proposals = rebase_write.write_proposals(out / "patches" / upstream.name, texts, new.version)
@@ -90,3 +87,15 @@ def replay(root: Path, upstream: Upstream, old: ReleaseTree, new: ReleaseTree, o
                  if rebase_write.installable(r) and r.patch.slug in texts}
         done.installed = rebase_write.install(root / "patches" / upstream.name, ready, new.version)
     return done
+
+
+def _step(play: Replay, patch: Patch, written: Patch | None, releases: tuple[ReleaseTree, ReleaseTree],
+          folder: Path) -> PatchResult:
+    """One patch; what is left to a person goes into `folder`."""
+    old, new = releases
+    findings = [finding for anchor in _anchors(patch)
+                for finding in sentinel.compare(anchor, old.data, new.data, new.python, play.targets)]
+    result = play.step(patch, findings, written, lambda judged: rebase_write.settled(folder, judged))
+    if result.sides and not result.resolved:
+        rebase_write.write_conflict(folder, result.sides)
+    return result

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from . import archive
@@ -26,7 +27,7 @@ class ReleaseTree:
         file = self.files.get(path)
         return file.data if file else None
 
-    @property
+    @cached_property
     def python(self) -> dict[str, bytes]:
         return {path: file.data for path, file in self.files.items() if path.endswith(".py")}
 
