@@ -50,7 +50,8 @@ def parser() -> argparse.ArgumentParser:
     one = verb("bench", "decode throughput, batch invariance on against off, and the loss by operator")
     one.add_argument("--concurrent", type=int, default=256, help="requests at once (default 256)")
     one.add_argument("--prompt-tokens", type=int, default=150, help="tokens in each prompt (default 150)")
-    one.add_argument("--out-tokens", type=int, default=3000, help="tokens sampled by each (default 3000)")
+    one.add_argument("--out-tokens", type=int, default=3000, help="most tokens sampled by each (default 3000)")
+    one.add_argument("--seconds", type=float, default=120.0, help="a run samples what fits this time (default 120)")
     one.add_argument("--runs", type=int, default=3, help="pairs of runs (default 3)")
 
     one = verb("unchanged", "batch invariance off: the patched engine against the wheel as it came")
@@ -91,7 +92,7 @@ def run(args, screen: ui.UI) -> dict:
                                    patches=args.patches.split(",") if args.patches else None, **common)
         case "bench":
             return bench.bench(made, screen, concurrent=args.concurrent, prompt_tokens=args.prompt_tokens,
-                               out_tokens=args.out_tokens, runs=args.runs, **common)
+                               out_tokens=args.out_tokens, seconds=args.seconds, runs=args.runs, **common)
         case "unchanged":
             return unchanged.unchanged(made, screen, pristine=args.pristine, tokens=args.tokens,
                                        concurrent=args.concurrent, out_tokens=args.out_tokens, runs=args.runs,

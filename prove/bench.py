@@ -1,24 +1,29 @@
 """`prove bench`: decode throughput with batch invariance on against off, paired, and where the loss goes.
 
-Both engines run on one GPU in one process tree, idle while the other works, and take turns; a pair is one run of each,
-and the ratio is the median over pairs. The baseline is the recipe with VLLM_BATCH_INVARIANT=0 and nothing else changed.
+Both engines start at once on one GPU, idle while the other works, and take turns; a pair is one run of each, and the
+ratio is the median over pairs. The baseline is the recipe with VLLM_BATCH_INVARIANT=0; what its [bench] lays over the
+engine's flags holds for both. Each run samples what fits `--seconds` on the slower engine, the same on both.
 The table by operator comes from one profiled run of each engine: device time a step by kernel, summed into the
-recipe's operators.
+recipe's operators. It is made after the first pair, so that a run cut short has a ratio and, next, its reasons.
 """
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import pathlib
 import re
 import statistics
+import threading
 import time
 
-from prove import record, workload
-from prove.engine import Engine, EngineError
+from prove import precompile, record, workload
+from prove.engine import Engine
 from prove.recipe import Recipe
 from prove.rollout import _event, engine_start
 from prove.ui import UI, table
 
 PROFILE_STEPS = 20
+WARM_TOKENS = 60    # enough steps to compile everything and to see the speed
 
 
 def requests(count: int, prompt_tokens: int, out_tokens: int, vocab: int) -> list[dict]:
@@ -58,27 +63,35 @@ class Pair:
                  logs: pathlib.Path, deadline: float, backend: str):
         self.kept, self.ui, self.deadline = kept, ui, deadline
         self.engines: dict[str, Engine] = {}
-        try:
-            for name, (start, environment) in sides.items():
-                self.engines[name] = engine = Engine(
-                    start, backend=backend, env=environment | env, log=logs / f"{kept.data['verb']}-{name}.log",
-                    on_event=lambda event: _event(ui, event), timeout=deadline - time.monotonic())
-                lock = record.bind(pathlib.Path(engine.info["vllm_path"]).parent)
-                kept.engine(name, engine.info, start["flags"], environment, lock)
-                ui.note(f"{name} started in {engine.info['start_seconds']} s; lock: {lock['state']}")
-        except EngineError:
+
+        def begin(name: str) -> Engine:
+            start, environment = sides[name]
+            return Engine(start, backend=backend, env=environment | env, log=logs / f"{kept.data['verb']}-{name}.log",
+                          on_event=lambda event: _event(ui, event, f"{name}: "), timeout=deadline - time.monotonic())
+
+        with concurrent.futures.ThreadPoolExecutor(len(sides)) as pool:
+            starting = {name: pool.submit(begin, name) for name in sides}
+        self.engines = {name: future.result() for name, future in starting.items() if not future.exception()}
+        if failed := next((f.exception() for f in starting.values() if f.exception()), None):
             self.close()
-            raise
+            raise failed
+        for name, engine in self.engines.items():
+            lock = record.bind(pathlib.Path(engine.info["vllm_path"]).parent)
+            kept.engine(name, engine.info, sides[name][0]["flags"], sides[name][1], lock)
+            ui.note(f"{name} started in {engine.info['start_seconds']} s; lock: {lock['state']}")
 
     def call(self, name: str, op: str, **arguments):
         return self.engines[name].call(op, timeout=max(1.0, self.deadline - time.monotonic()), **arguments)
 
-    def alternate(self, messages: list[dict], runs: int, order: tuple[str, str]) -> dict[str, list[dict]]:
+    def alternate(self, messages: list[dict], runs: int, order: tuple[str, str],
+                  after_first=lambda done: None) -> dict[str, list[dict]]:
         """Timed runs in turns, each row kept as it comes; fewer than `runs` when the time is short."""
         done: dict[str, list[dict]] = {name: [] for name in order}
         longest = 0.0
         for index in range(runs):
-            if self.deadline - time.monotonic() < 2 * longest + 30 and index:
+            if index == 1:
+                after_first(done)
+            if self.deadline - time.monotonic() < 2 * longest + 5 and index:
                 self.ui.say(f"out of budget after {index} of {runs} pairs")
                 break
             for name in order if index % 2 == 0 else order[::-1]:  # neither side always goes first
@@ -102,33 +115,68 @@ class Pair:
         self.close()
 
 
-def bench(recipe: Recipe, ui: UI, *, concurrent: int, prompt_tokens: int, out_tokens: int, runs: int,
+@contextlib.contextmanager
+def _precompiling(recipe: Recipe, wanted: list[str], *, env: dict[str, str], logs: pathlib.Path, deadline: float,
+                  ui: UI):
+    """The recipe's jobs whose names match run beside the body: the baseline's kernels, which nothing else compiles."""
+    script = recipe.section("precompile").get("script")
+    if not (script and wanted):
+        yield
+        return
+    thread = threading.Thread(daemon=True, target=precompile.run, args=(
+        recipe.folder / script, recipe.environment(False) | env, logs, 0.5 * (deadline - time.monotonic()), ui.note),
+        kwargs={"wanted": wanted})
+    thread.start()
+    yield
+    thread.join()  # nothing may compile while something is timed
+
+
+def fitted(tried: dict[str, dict], seconds: float, most: int) -> int:
+    """How many tokens each request samples in `seconds` on the slower side, at the speed of the runs tried."""
+    def fit(run: dict, rows: int) -> float:
+        prefill = run["seconds"] - run["tokens"] / max(1.0, run["decode_tokens_per_second"])
+        return (seconds - max(0.0, prefill)) * run["decode_tokens_per_second"] / rows
+    least = min(fit(run, run["tokens"] // WARM_TOKENS) for run in tried.values())
+    return max(WARM_TOKENS, min(most, int(least)))
+
+
+def bench(recipe: Recipe, ui: UI, *, concurrent: int, prompt_tokens: int, out_tokens: int, seconds: float, runs: int,
           out: pathlib.Path, logs: pathlib.Path, budget: float, env: dict[str, str], backend: str = "vllm") -> dict:
     settings = recipe.section("bench")
     subject = recipe.name + ("-tiny" if recipe.tiny else "")
     kept = record.Record("bench", subject, {"concurrent": concurrent, "prompt_tokens": prompt_tokens,
-                                            "out_tokens": out_tokens, "runs": runs}, out)
+                                            "most_out_tokens": out_tokens, "seconds": seconds, "runs": runs}, out)
     deadline = time.monotonic() + budget
-    sides = {"off": engine_start(recipe, False), "on": engine_start(recipe, True)}
-    messages = requests(concurrent, prompt_tokens, out_tokens, recipe.vocab)
-    short = requests(concurrent, prompt_tokens, 40 + PROFILE_STEPS, recipe.vocab)
-    with Pair(sides, kept, ui, env=env, logs=logs, deadline=deadline, backend=backend) as pair:
-        profiles = {}
+    sides = {name: engine_start(recipe, name == "on", settings.get("engine")) for name in ("off", "on")}
+    short = requests(concurrent, prompt_tokens, WARM_TOKENS, recipe.vocab)
+    operators: list[dict] = []
+    with _precompiling(recipe, settings.get("precompile", []), env=env, logs=logs, deadline=deadline, ui=ui):
+        pair = Pair(sides, kept, ui, env=env, logs=logs, deadline=deadline, backend=backend)
+    with pair:
         for name in sides:
-            pair.call(name, "bench", requests=short)  # compiles and warms what the measured runs need
-            profiled = pair.call(name, "bench", requests=short, profile_steps=PROFILE_STEPS)
-            profiles[name] = by_operator(profiled["kernels"], max(1, profiled["profiled_steps"]),
-                                         settings.get("operators", {}))
-            kept.data["engines"][name]["kernels"] = sorted(profiled["kernels"], key=lambda k: -k["us"])[:60]
-        operators = shares(profiles["off"], profiles["on"])
-        ui.say(table(["operator", "off us", "on us", "share of loss"],
-                     [[r["operator"], r["off_us"], r["on_us"], f"{r['share']:.1%}"] for r in operators]))
-        done = pair.alternate(messages, runs, ("off", "on"))
+            pair.call(name, "bench", requests=short)  # compiles what the timed runs need
+        tried = {name: pair.call(name, "bench", requests=short) for name in sides}
+        tokens = kept.data["arguments"]["out_tokens"] = fitted(tried, seconds, out_tokens)
+        ui.note(f"{tokens} tokens a request fit {seconds:.0f} s")
+
+        def profile(done: dict[str, list[dict]]) -> None:
+            kept.finish(False, False, **summary(done))
+            profiles = {}
+            for name in sides:
+                profiled = pair.call(name, "bench", requests=short, profile_steps=PROFILE_STEPS)
+                profiles[name] = by_operator(profiled["kernels"], max(1, profiled["profiled_steps"]),
+                                             settings.get("operators", {}))
+                kept.data["engines"][name]["kernels"] = sorted(profiled["kernels"], key=lambda k: -k["us"])[:60]
+            operators.extend(shares(profiles["off"], profiles["on"]))
+            kept.finish(False, False, operators=operators)
+            ui.say(table(["operator", "off us", "on us", "share of loss"],
+                         [[r["operator"], r["off_us"], r["on_us"], f"{r['share']:.1%}"] for r in operators]))
+
+        done = pair.alternate(requests(concurrent, prompt_tokens, tokens, recipe.vocab), runs, ("off", "on"), profile)
     result = summary(done)
     floor = settings.get("floor", 0.88)
     ui.say(f"off {result['off']:,.0f} tok/s, on {result['on']:,.0f} tok/s: ratio {result['ratio']:.3f} "
            f"(pairs {', '.join(f'{p:.3f}' for p in result['pairs'])}; at least {floor} wanted)")
     locked = all(e["lock"]["state"] == "locked" for e in kept.data["engines"].values())
-    kept.finish(locked and len(result["pairs"]) == runs, result["ratio"] >= floor, locked=locked, **result, floor=floor,
-                operators=operators)
+    kept.finish(locked and len(result["pairs"]) == runs, result["ratio"] >= floor, locked=locked, **result, floor=floor)
     return kept.data

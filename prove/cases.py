@@ -14,11 +14,15 @@ from prove.workload import Request, prompt
 BATCH_SIZES = (4, 5, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129)
 EDGE_CHUNKS = (127, 129, 131, 255, 257, 511, 513)  # ends at 4k+-1 and 128k+-1, and across cache blocks
 HEAD = 64           # tokens decoded by each request of such a batch
-ALONE = 24          # requests that are also run one at a time
 SUBSET = 34         # one of each prompt length
+ALONE_HEAD = 96     # tokens decoded by each of them alone: a step a token, so all requests would take minutes
+PIECES = 256        # tokens a step: the largest captured size, so that steps with prefill rows replay piecewise graphs
+SHORT = (1, 2, 3, 5, 17, 63, 64, 65)  # prompts that grow across the small blocks of a sliding window
+SHORTAGE = (0.8, 0.65, 0.5)           # of the blocks that requests took with room for all
 
-ENGINES = {         # laid over the recipe's flags; each costs an engine start
+ENGINES = {         # laid over the recipe's flags; each is a process, and they start and run side by side
     "graph": {},
+    "second": {},
     "eager": {"enforce_eager": True},
 }
 
@@ -29,7 +33,7 @@ class Case:
     what: str
     run: Callable
     engine: str = "graph"
-    cost: float = 20.0      # seconds it takes at 20,000 tokens, to see whether it still fits a budget
+    cost: float = 8.0       # seconds it takes at 20,000 tokens, to see whether it still fits a budget
     timeout: float = 240.0
 
 
@@ -46,8 +50,9 @@ def twice(ctx) -> None:
 
 
 def alone(ctx) -> None:
-    chosen = ctx.work.spread(ALONE)
-    ctx.compare_decoded(ctx.run([r.message() for r in chosen], one_by_one=True), chosen)
+    chosen = ctx.work.spread(SUBSET)
+    messages = [r.message(max_tokens=min(ALONE_HEAD, r.max_tokens)) for r in chosen]
+    ctx.compare_decoded(ctx.run(messages, one_by_one=True), chosen, head=ALONE_HEAD)
     ctx.require(ctx.last["decode_rows"] == [1], "every decode step had one row")
 
 
@@ -57,10 +62,11 @@ def reversed_order(ctx) -> None:
 
 def batch_sizes(ctx) -> None:
     seen = set()
+    by_length = sorted(ctx.work.requests, key=lambda r: len(r.prompt))
     for size in BATCH_SIZES:
         if size > len(ctx.work.requests):
             break
-        chosen = ctx.work.requests[-size:]
+        chosen = by_length[:size - 2] + by_length[-2:]  # mostly short, to decode soon; two see long contexts
         # Long enough that the first are still decoding when the last has been prefilled.
         answers = ctx.run([r.message(max_tokens=min(HEAD, r.max_tokens)) for r in chosen])
         ctx.compare_decoded(answers, chosen, head=HEAD)
@@ -92,8 +98,8 @@ def chunked(size: int):
 
 
 def chunk_edges(ctx) -> None:
-    for size in EDGE_CHUNKS:
-        chosen = [r for r in ctx.work.spread(SUBSET) if len(r.prompt) + r.max_tokens > size]
+    for index, size in enumerate(EDGE_CHUNKS):  # each size takes every other length
+        chosen = [r for r in ctx.work.spread(SUBSET)[index % 2::2] if len(r.prompt) + r.max_tokens > size]
         ctx.compare_scored(_scored(ctx, chosen, chunk=size, one_by_one=True), chosen)
 
 
@@ -150,18 +156,28 @@ def eager_engine(ctx) -> None:
 
 
 def eager_prefill(ctx) -> None:
-    chosen = ctx.work.spread(SUBSET)
-    ctx.compare_scored(_scored(ctx, chosen), chosen)
+    ctx.compare_scored(_scored(ctx, ctx.work.requests))
+    ctx.require(set(ctx.last["modes"]) <= {"NONE"}, "no step replayed a graph")
+
+
+def _joining(requests) -> list[dict]:
+    """Short requests are decoding when longer prefills arrive, one after another."""
+    by_length = sorted(requests, key=lambda r: len(r.prompt))
+    half = len(by_length) // 2
+    return ([r.message(join=0) for r in by_length[:half]]
+            + [r.message(join=5 + 3 * i) for i, r in enumerate(by_length[half:])])
 
 
 def joined(ctx) -> None:
-    """Short requests are decoding when long prefills arrive, and the other way round."""
-    by_length = sorted(ctx.work.requests, key=lambda r: len(r.prompt))
-    half = len(by_length) // 2
-    messages = [r.message(join=0) for r in by_length[:half]]
-    messages += [r.message(join=5 + 3 * i) for i, r in enumerate(by_length[half:])]
-    ctx.compare_decoded(ctx.run(messages))
+    ctx.compare_decoded(ctx.run(_joining(ctx.work.requests)))
     ctx.require(ctx.last["mixed_steps"] > 0, "some steps held both prefill and decode rows")
+
+
+def joined_pieces(ctx) -> None:
+    """The same in steps that fit a captured size: prefill and decode rows share a piecewise graph."""
+    chosen = ctx.work.spread(SUBSET)
+    ctx.compare_decoded(ctx.run(_joining(chosen), chunk=PIECES), chosen)
+    ctx.require(ctx.last["mixed_modes"].get("PIECEWISE", 0) > 0, "piecewise graphs ran prefill and decode rows at once")
 
 
 def preempted(ctx) -> None:
@@ -173,37 +189,48 @@ def preempted(ctx) -> None:
 
 
 def preempted_by_shortage(ctx) -> None:
-    """The cache is too small for what short prompts grow into, so the scheduler itself has to preempt."""
-    short = [Request(f"s{i}", prompt(length, ctx.work.vocab, seed=500 + i), max_tokens=140, seed=i)
-             for i, length in enumerate((1, 2, 3, 5, 17, 63, 64, 65) * 4)]
-    roomy = ctx.run([r.message() for r in short])
-    enough = ctx.last["peak_blocks"]
-    tight = ctx.run([r.message() for r in short], keep_blocks=int(0.6 * enough))
-    for request in short:
-        ctx.compare(request.id, roomy.decoded(request.id), tight.decoded(request.id))
-    ctx.require(ctx.last["preemptions"] > 0, f"requests were preempted with 0.6 of {enough} blocks")
+    """The cache holds the prompts but not what they grow into, so the scheduler itself has to preempt.
+
+    What grows depends on the model's blocks: short prompts run through many small ones, and prompts that end just below
+    a whole block each take another of every kind soon after.
+    """
+    edges = [ctx.block - 1 - 2 * i for i in range(16)]
+    preemptions = 0
+    for name, lengths in (("short", SHORT * 4), ("edge", edges)):
+        requests = [Request(f"{name}{i}", prompt(length, ctx.work.vocab, seed=500 + i), max_tokens=140, seed=i)
+                    for i, length in enumerate(lengths)]
+        roomy = ctx.run([r.message() for r in requests])
+        enough = ctx.last["peak_blocks"]
+        for part in SHORTAGE:
+            tight = ctx.run([r.message() for r in requests], keep_blocks=int(part * enough))
+            for request in requests:
+                ctx.compare(request.id, roomy.decoded(request.id), tight.decoded(request.id))
+            preemptions += ctx.last["preemptions"]
+    ctx.require(preemptions > 0, f"requests were preempted with {SHORTAGE} of the blocks they need")
 
 
 CASES = (
     Case("base", "all requests at once; nothing missing, no NaN", base),
     Case("twice", "the same run again", twice),
     Case("prefill-batched", "decode vs one batched prefill of prompt + answer", prefill_batched),
-    Case("alone", "batched vs one request at a time", alone, cost=30),
-    Case("eager-steps", "graph vs eager steps of one engine", eager_steps),
-    Case("chunked-512", "decode vs prefill in chunks of 512", chunked(512)),
-    Case("prefix-warm", "prefix cache cold vs warm", prefix_warm),
-    Case("prefill-alone", "decode vs single prefills, and those vs the batched", prefill_alone, cost=30),
-    Case("batch-sizes", "batches straddling 4, 16, 32, 64, 128", batch_sizes),
     Case("reversed", "order of arrival reversed", reversed_order),
-    Case("joined", "short requests joined by long prefills mid-flight", joined),
-    Case("preempted", "everything preempted three times", preempted),
-    Case("preempted-shortage", "preemption by a short cache", preempted_by_shortage),
+    Case("prefill-alone", "decode vs single prefills, and those vs the batched", prefill_alone, cost=12),
+    Case("eager-steps", "graph vs eager steps of one engine", eager_steps),
     Case("mixed-steps", "graph and eager steps alternating", mixed_steps),
-    Case("chunked-100", "decode vs prefill in chunks of 100", chunked(100), cost=60),
-    Case("chunked-2048", "decode vs prefill in chunks of 2048", chunked(2048)),
-    Case("chunk-edges", "chunk ends at 4k+-1 and 128k+-1", chunk_edges, cost=40),
-    Case("prefix-turns", "prefill over blocks that decoding wrote", prefix_turns),
-    Case("prefix-edges", "hits at block edges, suffixes at odd positions", prefix_edges),
+    Case("joined", "short requests joined by long prefills mid-flight", joined),
+    Case("joined-pieces", f"joined in steps of {PIECES} tokens, {SUBSET} requests", joined_pieces),
+    Case("alone", f"batched vs alone: {ALONE_HEAD} tokens of each of {SUBSET} requests", alone, cost=20),
+    Case("batch-sizes", "batches straddling 4, 16, 32, 64, 128", batch_sizes, cost=12),
+    Case("chunked-100", "decode vs prefill in chunks of 100", chunked(100), cost=25),
+    Case("other-process", "another process with the same flags", twice, engine="second"),
+    Case("preempted", "everything preempted three times", preempted, engine="second", cost=15),
+    Case("chunked-512", "decode vs prefill in chunks of 512", chunked(512), engine="second", cost=10),
+    Case("chunked-2048", "decode vs prefill in chunks of 2048", chunked(2048), engine="second"),
+    Case("prefix-warm", "prefix cache cold vs warm", prefix_warm, engine="second"),
+    Case("prefix-turns", "prefill over blocks that decoding wrote", prefix_turns, engine="second"),
+    Case("preempted-shortage", "preemption by a short cache", preempted_by_shortage, engine="second", cost=12),
+    Case("prefix-edges", "hits at block edges, suffixes at odd positions", prefix_edges, engine="second", cost=12),
+    Case("chunk-edges", "chunk ends at 4k+-1 and 128k+-1", chunk_edges, engine="second", cost=12),
     Case("eager-engine", "graph engine vs an engine started eager", eager_engine, engine="eager"),
     Case("eager-prefill", "prefill in the eager engine", eager_prefill, engine="eager"),
 )
@@ -211,7 +238,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def plan(names: list[str] | None) -> dict[str, list[Case]]:
-    """Engine -> its cases, in an order that starts each engine once. The base run leads: all others compare with it."""
+    """Engine -> its cases. The base run leads on the first engine: all others compare with it."""
     if unknown := sorted(set(names or ()) - set(BY_NAME)):
         raise ValueError(f"no such case: {', '.join(unknown)}; there are: {', '.join(BY_NAME)}")
     chosen = [case for case in CASES if not names or case.name in names or case.name == "base"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -17,9 +18,10 @@ from prove.recipe import ROOT
 
 
 def run(script: pathlib.Path, env: dict[str, str], logs: pathlib.Path, timeout: float, say,
-        workers: int | None = None) -> list[dict]:
-    """One row a job: name, seconds, and the end of its log if it failed."""
-    names = _ask(script, env, logs)
+        workers: int | None = None, wanted: list[str] | None = None) -> list[dict]:
+    """One row a job: name, seconds, and the end of its log if it failed. `wanted`: patterns of whole names."""
+    names = [name for name in _ask(script, env, logs)
+             if wanted is None or any(re.fullmatch(pattern, name) for pattern in wanted)]
     workers = workers or max(1, (os.cpu_count() or 2) - 2)
     deadline = time.monotonic() + timeout
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:

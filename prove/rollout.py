@@ -1,11 +1,13 @@
-"""`prove rollout`: starts each engine the chosen cases need, runs the cases, writes the record.
+"""`prove rollout`: starts the engines the chosen cases need, runs their cases side by side, writes the record.
 
 A row's state: equal, differs, vacuous (a requirement of the case did not hold), failed (the engine raised), not run
 (out of budget, or its engine is gone). Only a run whose rows are all `equal`, on the locked engine, passes.
 """
 from __future__ import annotations
 
+import concurrent.futures
 import pathlib
+import threading
 import time
 
 import numpy as np
@@ -39,13 +41,29 @@ class Answers:
         return self._answers.get(name, {}).get("cached", 0)
 
 
-class Context:
-    """What a case works with. `base` and `scored` are answers of earlier cases that later ones compare with."""
+class Base:
+    """The base run's answers, which every engine's cases compare with. `over`: it answered, or never will."""
 
-    def __init__(self, work: workload.Workload):
+    def __init__(self):
+        self.answers: Answers | None = None
+        self.over = threading.Event()
+
+
+class Context:
+    """What an engine's cases work with. `base`, `scored`: answers of earlier cases that later ones compare with."""
+
+    def __init__(self, work: workload.Workload, shared: Base | None = None):
         self.work = work
-        self.base: Answers | None = None
+        self.shared = shared or Base()
         self.scored: Answers | None = None
+
+    @property
+    def base(self) -> Answers | None:
+        return self.shared.answers
+
+    @base.setter
+    def base(self, answers: Answers) -> None:
+        self.shared.answers = answers
 
     def begin(self, engine, block: int, timeout: float) -> None:
         self.engine, self.block = engine, block
@@ -135,6 +153,79 @@ def engine_start(recipe: Recipe, invariant: bool, flags: dict | None = None) -> 
             recipe.environment(invariant))
 
 
+class Runner:
+    """The engines of one rollout, a thread each; rows are kept as they come."""
+
+    def __init__(self, recipe: Recipe, invariant: bool, work: workload.Workload, kept: record.Record, ui: UI,
+                 deadline: float, how: dict):
+        self.recipe, self.invariant, self.work, self.kept, self.ui = recipe, invariant, work, kept, ui
+        self.deadline, self.how = deadline, how
+        self.shared, self.lock = Base(), threading.Lock()
+        self.rows: list[dict] = []
+        self.digests: set[str] = set()
+
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def done(self, row: dict) -> None:
+        with self.lock:
+            self.rows.append(row)
+            self.kept.row(row)
+            self.ui.say(line(render(row)))
+            for text in [*row.get("unmet", [])[:3], row.get("error"), row.get("first")]:
+                if text:
+                    self.ui.say(f"    {text}")
+
+    def run(self, name: str, planned: list[cases.Case], advance) -> None:
+        try:
+            self._run(name, planned, advance)
+        finally:
+            if planned[0].name == "base":
+                self.shared.over.set()  # whatever happened: nobody waits for it any more
+
+    def _run(self, name: str, planned: list[cases.Case], advance) -> None:
+        start, environment = engine_start(self.recipe, self.invariant, cases.ENGINES[name])
+        log = self.how["logs"] / f"{self.kept.data['verb']}-{self.kept.data['subject']}-{name}.log"
+        try:
+            engine = Engine(start, backend=self.how["backend"], env=environment | self.how["env"], log=log,
+                            on_event=lambda event: _event(self.ui, event, f"{name}: "), timeout=self.left())
+        except EngineError as error:
+            self.ui.say(f"engine {name}: {error}")
+            self._skip(planned, f"its engine did not start: {str(error).splitlines()[0]}")
+            return
+        with engine:
+            lock = record.bind(pathlib.Path(engine.info["vllm_path"]).parent)
+            with self.lock:
+                self.kept.engine(name, engine.info, start["flags"], environment, lock)
+                self.digests.add(engine.info["weights"])
+            self.ui.note(f"engine {name} started in {engine.info['start_seconds']} s; lock: {lock['state']}")
+            self._cases(engine, planned, advance)
+
+    def _cases(self, engine: Engine, planned: list[cases.Case], advance) -> None:
+        context = Context(self.work, self.shared)
+        for index, case in enumerate(planned):
+            if case.name != "base":
+                self.shared.over.wait(max(0.0, self.left()))
+            advance(case.name)
+            left = self.left()
+            if left < case.cost * max(0.2, self.work.tokens / 20000):
+                self._skip([case], f"out of budget ({left:.0f} s left)")
+            elif context.base is None and case.name != "base":
+                self._skip([case], "the base run did not answer")
+            else:
+                row = run_case(context, case, engine, engine.info["cache_block"], min(case.timeout, left))
+                if case.name == "base":
+                    self.shared.over.set()
+                self.done(row)
+                if row.get("fatal"):
+                    self._skip(planned[index + 1:], f"its engine was gone after {case.name}")
+                    break
+
+    def _skip(self, planned: list[cases.Case], why: str) -> None:
+        for case in planned:
+            self.done(not_run(case, why))
+
+
 def rollout(recipe: Recipe, ui: UI, *, names: list[str] | None, tokens: int, invariant: bool, out: pathlib.Path,
             logs: pathlib.Path, budget: float, env: dict[str, str], backend: str = "vllm",
             verb: str = "rollout") -> dict:
@@ -144,63 +235,24 @@ def rollout(recipe: Recipe, ui: UI, *, names: list[str] | None, tokens: int, inv
     subject = recipe.name + ("-tiny" if recipe.tiny else "")
     kept = record.Record(verb, subject, {"cases": names, "tokens": tokens, "invariant": invariant,
                                          "sampled_tokens": work.tokens, "requests": len(work.requests)}, out)
-    context, deadline = Context(work), time.monotonic() + budget
-    total = sum(map(len, engines.values()))
-    rows, digests = [], set()
-
-    def done(row: dict) -> None:
-        rows.append(row)
-        kept.row(row)
-        ui.say(line(render(row)))
-        for text in [*row.get("unmet", [])[:3], row.get("error"), row.get("first")]:
-            if text:
-                ui.say(f"    {text}")
-
     ui.say(f"{subject}: {len(work.requests)} requests, {work.tokens:,} sampled tokens, "
            f"VLLM_BATCH_INVARIANT={invariant:d}")
     ui.say(line(HEADINGS))
-    with ui.bar("starting", total) as advance:
-        for name, planned in engines.items():
-            if deadline - time.monotonic() < 30:
-                for case in planned:
-                    done(not_run(case, "out of budget"))
-                continue
-            start, environment = engine_start(recipe, invariant, cases.ENGINES[name])
-            try:
-                engine = Engine(start, backend=backend, env=environment | env, log=logs / f"{verb}-{name}.log",
-                                on_event=lambda event: _event(ui, event), timeout=deadline - time.monotonic())
-            except EngineError as error:
-                ui.say(f"engine {name}: {error}")
-                for case in planned:
-                    done(not_run(case, f"its engine did not start: {str(error).splitlines()[0]}"))
-                continue
-            with engine:
-                lock = record.bind(pathlib.Path(engine.info["vllm_path"]).parent)
-                kept.engine(name, engine.info, start["flags"], environment, lock)
-                digests.add(engine.info["weights"])
-                ui.note(f"engine {name} started in {engine.info['start_seconds']} s; lock: {lock['state']}")
-                for index, case in enumerate(planned):
-                    advance(case.name)
-                    left = deadline - time.monotonic()
-                    if left < case.cost * max(0.2, tokens / 20000):
-                        done(not_run(case, f"out of budget ({left:.0f} s left)"))
-                        continue
-                    if context.base is None and case.name != "base":
-                        done(not_run(case, "the base run did not answer"))
-                        continue
-                    done(run_case(context, case, engine, engine.info["cache_block"], min(case.timeout, left)))
-                    if rows[-1].get("fatal"):
-                        for rest in planned[index + 1:]:
-                            done(not_run(rest, f"its engine was gone after {case.name}"))
-                        break
+    runner = Runner(recipe, invariant, work, kept, ui, time.monotonic() + budget,
+                    {"env": env, "logs": logs, "backend": backend})
+    with (ui.bar("starting", sum(map(len, engines.values()))) as advance,
+          concurrent.futures.ThreadPoolExecutor(len(engines)) as pool):
+        for future in [pool.submit(runner.run, name, planned, advance) for name, planned in engines.items()]:
+            future.result()
+    rows, digests = runner.rows, runner.digests
     locked = all(e["lock"]["state"] == "locked" for e in kept.data["engines"].values()) and bool(kept.data["engines"])
     complete = locked and len(digests) == 1 and all(r["state"] in ("equal", "differs") for r in rows)
     kept.finish(complete, all(r["state"] == "equal" for r in rows), locked=locked, weights_equal=len(digests) == 1)
     return kept.data
 
 
-def _event(ui: UI, event: dict) -> None:
+def _event(ui: UI, event: dict, who: str = "") -> None:
     if event["event"] == "where":
-        ui.note(f"{event['op']}: {event['place']} ({event['seconds']:.0f} s so far)")
+        ui.note(f"{who}{event['op']}: {event['place']} ({event['seconds']:.0f} s so far)")
     else:
-        ui.note(event["text"])
+        ui.note(who + event["text"])

@@ -84,12 +84,14 @@ class Steps:
                 described = dispatch(*args, **kwargs)
                 if self._on:
                     self.modes[described.cg_mode.name] += 1
+                    self.mixed_modes[described.cg_mode.name] += self.is_mixed
                 return described
 
             runner.cudagraph_manager.dispatch = counted_dispatch
 
     def _zero(self) -> None:
         self.modes, self.decode_rows, self.mixed, self.prefills = collections.Counter(), set(), 0, []
+        self.mixed_modes, self.is_mixed = collections.Counter(), False  # of the steps with prefill and decode rows
         self.preemptions, self.peak_blocks, self.idle = 0, 0, 0
 
     def _batch(self, scheduler_output) -> None:
@@ -100,10 +102,10 @@ class Steps:
         used = self.pool.num_gpu_blocks - self.pool.get_num_free_blocks() - self.held
         self.peak_blocks = max(self.peak_blocks, used)
         prefill = [c for c in counts if c > 1]
+        self.is_mixed = 0 < len(prefill) < len(counts)
+        self.mixed += self.is_mixed
         if not prefill:
             self.decode_rows.add(len(counts))
-        elif len(prefill) < len(counts):
-            self.mixed += 1
         self.prefills += prefill
 
     @contextlib.contextmanager
@@ -117,5 +119,6 @@ class Steps:
 
     def summary(self) -> dict:
         return {"modes": dict(self.modes), "decode_rows": sorted(self.decode_rows), "mixed_steps": self.mixed,
+                "mixed_modes": {mode: count for mode, count in self.mixed_modes.items() if count},
                 "longest_chunk": max(self.prefills, default=0), "chunks": len(self.prefills),
                 "preemptions": self.preemptions, "peak_blocks": self.peak_blocks}

@@ -4,6 +4,7 @@ DeepGEMM compiles a binary a (shape, tile), and the tile follows the number of t
 Nothing here is imported by the engine. Shapes are of tiny/config.json; read against vLLM 0.33.0.
 """
 import functools
+import os
 import types
 
 TOKENS = (1, 4, 8, 16, 32, 64, 65, 96, 128, 129, 192, 256, 257, 320, 512, 513, 640, 1024, 1500, 2048, 3000, 4096, 8192)
@@ -102,29 +103,39 @@ def _mqa_logits():
                              get_paged_mqa_logits_metadata(lengths, block, sms), keys)
 
 
-def _tilelang(part, parts):
-    """Every mHC variant this mode can launch, dealt out over `parts` jobs."""
+def _mhc(kind, tokens):
+    """The mHC variant that a step of so many tokens launches: it follows the split of the projection before it."""
     from vllm.model_executor.kernels.mhc import tilelang_kernels as kernels
 
     config = types.SimpleNamespace(scheduler_config=types.SimpleNamespace(max_num_batched_tokens=8192))
     shape = {"hidden_size": HIDDEN, "hc_mult": STREAMS}
-    pre = kernels._MHC_PRE_BIG_FUSE_TILELANG_KERNEL
-    todo = [(pre, key) for key in pre.get_warmup_keys(
-        config, **shape, use_norm_weight=True, include_pre_gemm_splits=True, include_broadcast_splits=True,
-        rms_eps=1e-6, hc_pre_eps=1e-6, hc_sinkhorn_eps=1e-6, hc_post_mult_value=2.0, sinkhorn_repeat=20,
-        norm_eps=(1e-6, 1e-6), broadcast_norm_eps=1e-6)]
-    for kernel, arguments in (
-            (kernels._MHC_POST_TILELANG_KERNEL, {**shape}),
-            (kernels._MHC_FUSED_TILELANG_KERNEL, {"vllm_config": config, **shape}),
-            (kernels._HC_HEAD_FUSED_TILELANG_KERNEL, {**shape, "rms_eps": 1e-6, "hc_eps": 1e-6})):
-        todo += [(kernel, key) for key in kernel.get_warmup_keys(**arguments)]
-    for kernel, key in dict.fromkeys(todo[part::parts]):
+    if kind in ("pre", "broadcast"):
+        kernel = kernels._MHC_PRE_BIG_FUSE_TILELANG_KERNEL
+        keys = kernel.get_warmup_keys(
+            config, **shape, use_norm_weight=True, include_pre_gemm_splits=True, include_broadcast_splits=True,
+            rms_eps=1e-6, hc_pre_eps=1e-6, hc_sinkhorn_eps=1e-6, hc_post_mult_value=2.0, sinkhorn_repeat=20,
+            norm_eps=(1e-6, 1e-6), broadcast_norm_eps=1e-6)
+        width = HIDDEN * (STREAMS if kind == "pre" else 1)
+        splits = kernels.compute_num_split(64, width, -(-tokens // 64))
+        keys = [key for key in keys if key.is_broadcast == (kind == "broadcast") and key.n_splits == splits]
+    else:
+        kernel, arguments = {
+            "post": (kernels._MHC_POST_TILELANG_KERNEL, {**shape}),
+            "fused": (kernels._MHC_FUSED_TILELANG_KERNEL, {"vllm_config": config, **shape}),
+            "head": (kernels._HC_HEAD_FUSED_TILELANG_KERNEL, {**shape, "rms_eps": 1e-6, "hc_eps": 1e-6})}[kind]
+        keys = kernel.get_warmup_keys(**arguments)
+    for key in dict.fromkeys(keys):
         kernel.compile(key)
 
 
-TILELANG_PARTS = 6
+# One token count for each split that 132 SMs give; batch invariant there is one split, so one count is enough.
+SPLITS = (64, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 1024, 1152, 1408, 1664, 2112, 2816, 4224,
+          8192)
+STEPS = SPLITS[-1:] if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else SPLITS
 JOBS = {
-    **{f"tilelang-{i}": functools.partial(_tilelang, i, TILELANG_PARTS) for i in range(TILELANG_PARTS)},
+    **{f"mhc-{kind}-{tokens}": functools.partial(_mhc, kind, tokens) for tokens in reversed(STEPS)
+       for kind in ("pre", "broadcast") if kind == "pre" or tokens == 64 or tokens > 512},
+    **{f"mhc-{kind}": functools.partial(_mhc, kind, 0) for kind in ("post", "fused", "head")},
     **{f"grouped-{name}": functools.partial(_grouped, *shape) for name, shape in GROUPED.items()},
     "prenorm": functools.partial(_prenorm, STREAMS * HIDDEN),
     "prenorm-broadcast": functools.partial(_prenorm, HIDDEN),

@@ -61,10 +61,12 @@ class Backend:
         answers = {r["id"]: self._answer(r, together) for r in requests}
         if self.fault == "lost":
             answers.pop(requests[-1]["id"])
+        joined = any(r.get("join") for r in requests)
         graphs = "off" if self.eager else graphs
         modes = {"off": {"NONE": 1}, "on": {"FULL": 1}, "mixed": {"FULL": 1, "NONE": 1}}[graphs]
         return {"answers": answers, "seconds": 0.0, "modes": modes, "decode_rows": [together],
-                "mixed_steps": int(any(r.get("join") for r in requests)), "longest_chunk": chunk or 5000,
+                "mixed_steps": int(joined), "longest_chunk": chunk or 5000,
+                "mixed_modes": {"PIECEWISE" if chunk else "NONE": 1} if joined else {},
                 "preemptions": int(bool(preempt_at or keep_blocks)), "peak_blocks": 100}
 
     def _answer(self, request, together):

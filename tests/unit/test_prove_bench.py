@@ -6,6 +6,7 @@ import pathlib
 import pytest
 
 from prove import bench, recipe, record, ui, unchanged
+from prove.engine import EngineError
 
 FAKE = str(pathlib.Path(__file__).with_name("prove_fake.py"))
 
@@ -24,17 +25,19 @@ def made(tmp_path, monkeypatch):
     bind = record.bind
     monkeypatch.setattr(record, "bind", lambda folder: bind(folder, lock_path=lock))
 
-    def make(fault=None, floor=0.88):
+    def make(fault=None, floor=0.88, **settings):
         return recipe.Recipe("fake", tmp_path, False, {
             "model": {"path": "m", "vocab": 97}, "engine": {"fault": fault},
-            "bench": {"floor": floor, "operators": {"dense": "fp8_gemm", "attention": "mla"}}})
+            "bench": {"floor": floor, "operators": {"dense": "fp8_gemm", "attention": "mla"}, **settings},
+            "precompile": {"script": "jobs.py"}})
     return make
 
 
 def run_bench(made, tmp_path, **changes):
     return bench.bench(made, ui.UI(json_only=True), **{
-        "concurrent": 4, "prompt_tokens": 5, "out_tokens": 10, "runs": 3, "out": tmp_path, "logs": tmp_path / "logs",
-        "budget": 100.0, "env": {"FAKE_SITE": str(tmp_path / "site")}, "backend": FAKE, **changes})
+        "concurrent": 4, "prompt_tokens": 5, "out_tokens": 500, "seconds": 1.0, "runs": 3,
+        "out": tmp_path, "logs": tmp_path / "logs", "budget": 100.0,
+        "env": {"FAKE_SITE": str(tmp_path / "site")}, "backend": FAKE, **changes})
 
 
 def run_unchanged(made, tmp_path, monkeypatch):
@@ -62,6 +65,38 @@ def test_the_ratio_is_of_pairs_and_the_loss_is_shared_out(made, tmp_path):
         ("attention", 50.0, 80.0, 1.0), ("dense", 100.0, 100.0, 0.0), ("other", 0.0, 0.0, 0.0)]
     assert [(r["side"], r["run"]) for r in data["rows"]] == [
         ("off", 0), ("on", 0), ("on", 1), ("off", 1), ("off", 2), ("on", 2)]
+
+
+def test_a_run_samples_what_fits_on_the_slower_side(made, tmp_path):
+    data = run_bench(made(), tmp_path)
+    assert data["arguments"]["out_tokens"] == 225  # 900 tokens a second over 4 requests
+    assert {row["tokens"] for row in data["rows"]} == {900}
+    run = {"tokens": 4 * bench.WARM_TOKENS, "seconds": 1.24, "decode_tokens_per_second": 1000.0}  # 1 s of it prefill
+    assert bench.fitted({"off": run}, 3.0, 5000) == 500
+    assert bench.fitted({"off": run}, 3.0, 90) == 90 and bench.fitted({"off": run}, 0.1, 5000) == bench.WARM_TOKENS
+
+
+def test_a_bench_cut_short_has_a_ratio_first_and_then_its_reasons(made, tmp_path, monkeypatch):
+    def cut(*arguments):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(bench, "shares", cut)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(made(), tmp_path)
+    data = json.loads((tmp_path / "bench-fake.json").read_text())
+    assert data["pairs"] == pytest.approx([0.9]) and not data["complete"] and not data["passed"]
+
+
+def test_both_arms_get_the_flags_of_the_bench_and_the_wanted_kernels_are_compiled(made, tmp_path):
+    (tmp_path / "jobs.py").write_text("import pathlib\nHERE = pathlib.Path(__file__).parent\n"
+                                      "JOBS = {n: (HERE / f'made-{n}').touch for n in ('mhc-1', 'mhc-2', 'gemm')}\n")
+    data = run_bench(made(engine={"sizes": [256]}, precompile=["mhc-(1|2)"]), tmp_path)
+    assert [e["flags"]["sizes"] for e in data["engines"].values()] == [[256], [256]]
+    assert sorted(p.name for p in tmp_path.glob("made-*")) == ["made-mhc-1", "made-mhc-2"]
+
+
+def test_an_engine_that_does_not_start_ends_the_other(made, tmp_path):
+    with pytest.raises(EngineError, match="TP > 1"):
+        run_bench(made("no start"), tmp_path)
 
 
 def test_below_the_floor_does_not_pass(made, tmp_path):

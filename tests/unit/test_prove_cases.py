@@ -6,7 +6,7 @@ from prove import cases, workload
 
 def test_each_engine_is_started_once_and_the_base_run_leads():
     planned = cases.plan(None)
-    assert list(planned) == ["graph", "eager"]
+    assert list(planned) == ["graph", "second", "eager"]
     assert planned["graph"][0].name == "base"
     assert sum(map(len, planned.values())) == len(cases.CASES)
 
@@ -16,6 +16,10 @@ def test_chosen_cases_bring_the_base_run_and_only_their_engines():
     assert {e: [c.name for c in cs] for e, cs in planned.items()} == {"graph": ["base", "twice"]}
     planned = cases.plan(["eager-engine"])
     assert {e: [c.name for c in cs] for e, cs in planned.items()} == {"graph": ["base"], "eager": ["eager-engine"]}
+
+
+def test_a_small_contrast_starts_one_engine():
+    assert list(cases.plan(["twice", "prefill-batched", "reversed"])) == ["graph"]
 
 
 def test_an_unknown_case_is_refused_with_the_known_ones():

@@ -12,7 +12,7 @@ OPTIONS = {
     "rollout": {"--cases", "--tokens", "--contrast"},
     "bisect": {"--left", "--right", "--tokens", "--contrast"},
     "counter": {"--site", "--patches", "--tokens"},
-    "bench": {"--concurrent", "--prompt-tokens", "--out-tokens", "--runs"},
+    "bench": {"--concurrent", "--prompt-tokens", "--out-tokens", "--seconds", "--runs"},
     "unchanged": {"--pristine", "--tokens", "--concurrent", "--out-tokens", "--runs"},
     "warm": {"--off"},
 }

@@ -110,6 +110,17 @@ def test_a_vacuous_case_is_not_equal(run, monkeypatch):
     assert states(run())["empty"] == "vacuous"
 
 
+def test_a_step_of_pieces_that_shares_no_graph_is_vacuous(run, monkeypatch):
+    monkeypatch.setattr(cases, "PIECES", 0)  # the fake then runs them eager
+    assert states(run(names=["joined", "joined-pieces"]))["joined-pieces"] == "vacuous"
+
+
+def test_the_engines_start_side_by_side_and_all_compare_with_the_one_base_run(run):
+    data = run(names=["other-process", "eager-engine"])
+    assert set(data["engines"]) == {"graph", "second", "eager"} and data["passed"]
+    assert data["rows"][0]["case"] == "base" and len(data["rows"]) == 3
+
+
 def test_events_and_results_share_the_pipe(tmp_path):
     events = []
     with Engine({"model": "m", "flags": {}}, backend=FAKE, env={"FAKE_SITE": str(tmp_path)}, log=tmp_path / "log",

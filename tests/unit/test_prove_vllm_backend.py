@@ -37,15 +37,14 @@ def test_rows_are_named_by_our_request_id_and_the_position():
 
 def test_steps_are_counted_only_inside_a_run():
     desc = types.SimpleNamespace(cg_mode=types.SimpleNamespace(name="FULL"))
-    runner = types.SimpleNamespace(execute_model=lambda output: "ran",
-                                   cudagraph_manager=types.SimpleNamespace(dispatch=lambda: desc))
+    manager = types.SimpleNamespace(dispatch=lambda: desc)
+    runner = types.SimpleNamespace(execute_model=lambda output: manager.dispatch() and "ran", cudagraph_manager=manager)
     pool = types.SimpleNamespace(num_gpu_blocks=10, get_num_free_blocks=lambda: 4)
     scheduler = types.SimpleNamespace(kv_cache_manager=types.SimpleNamespace(block_pool=pool),
                                       _preempt_request=lambda request: None)
     seen = steps.Steps(runner, scheduler)
 
     def step(**counts):
-        runner.cudagraph_manager.dispatch()
         assert runner.execute_model(types.SimpleNamespace(num_scheduled_tokens=counts)) == "ran"
 
     step(a=5)
@@ -55,8 +54,9 @@ def test_steps_are_counted_only_inside_a_run():
         step(a=7)
         scheduler._preempt_request("a")
     step(a=1)
-    assert seen.summary() == {"modes": {"FULL": 3}, "decode_rows": [2], "mixed_steps": 1, "longest_chunk": 300,
-                               "chunks": 2, "preemptions": 1, "peak_blocks": 6}
+    assert seen.summary() == {"modes": {"FULL": 3}, "decode_rows": [2], "mixed_steps": 1,
+                               "mixed_modes": {"FULL": 1}, "longest_chunk": 300, "chunks": 2, "preemptions": 1,
+                               "peak_blocks": 6}
 
 
 def test_the_weights_digest_sees_one_bit():
