@@ -80,6 +80,17 @@ class _CublasCalls:
         return (x.float() @ weight.float()).to(out_dtype)
 
 
+class _WeightsProj:
+    """The indexer's linear layer: counts its calls."""
+
+    def __init__(self):
+        self.weight, self.count = _operands(1, 16, 128, seed=2)[1], 0
+
+    def __call__(self, hidden_states):
+        self.count += 1
+        return hidden_states @ self.weight.T, None
+
+
 def _project(source, batch_invariant=True):
     x, weight = _operands(5, 64, 128)
     _, index_weight = _operands(5, 32, 128, seed=1)
@@ -98,15 +109,16 @@ def _project(source, batch_invariant=True):
 
     layer.aux_stream_list, layer.ln_events = None, [None] * 4
     layer.compressor = compressor(weight)
-    layer.indexer = types.SimpleNamespace(weights_proj=lambda h: (h, None), compressor=compressor(index_weight))
+    layer.indexer = types.SimpleNamespace(weights_proj=_WeightsProj(), compressor=compressor(index_weight))
     layer._fused_wqa_wkv_gemm = lambda h: h
     out = layer._run_parallel_input_projections(x)
-    return calls.count, [t for t in out[1:] if t.dtype == torch.float32], [(x, weight), (x, index_weight)]
+    scores = [t for t in out[1:] if t is not None and t.dtype == torch.float32]
+    return calls.count, scores, [(x, weight), (x, index_weight)], (layer.indexer.weights_proj, x, out[-1])
 
 
 @pytest.mark.parametrize("path,sites", ATTENTION)
 def test_patched_compressors_project_with_bi_mm_fp32(path, sites):
-    cublas, scores, operands = _project(patched(path))
+    cublas, scores, operands, _ = _project(patched(path))
     assert cublas == 0 and len(scores) == sites
     assert all(_same_bits(score, bi_mm_fp32(*pair)) for score, pair in zip(scores, operands, strict=False))
 
@@ -115,6 +127,19 @@ def test_patched_compressors_project_with_bi_mm_fp32(path, sites):
 def test_stock_compressors_project_with_cublas(path, sites):
     assert _project(stock(path))[0] == sites, "batch invariance does not reach the out_dtype overload"
     assert _project(patched(path), batch_invariant=False)[0] == sites, "the patch must be free when off"
+
+
+@pytest.mark.parametrize("path", [path for path, _ in ATTENTION])
+def test_patched_indexer_weights_are_bi_mm_fp32_rounded_once(path):
+    layer, x, weights = _project(patched(path))[3]
+    assert layer.count == 0 and weights.dtype == x.dtype == torch.bfloat16
+    assert torch.equal(weights.view(torch.int16), bi_mm_fp32(x, layer.weight).bfloat16().view(torch.int16))
+
+
+@pytest.mark.parametrize("path", [path for path, _ in ATTENTION])
+def test_stock_indexer_weights_call_the_linear_layer(path):
+    assert _project(stock(path))[3][0].count == 1
+    assert _project(patched(path), batch_invariant=False)[3][0].count == 1, "the patch must be free when off"
 
 
 class _OnCuda(torch.Tensor):
