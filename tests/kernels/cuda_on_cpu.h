@@ -1,9 +1,9 @@
 // Runs a CUDA kernel's threads on the CPU, one at a time, so that its algorithm can be tested without a GPU.
 //
 // Each thread is a coroutine that runs until it must wait for others: at a warp's exchange of values, at a block's or a
-// cluster's barrier. The order in which threads run is shuffled from a seed, and shared memory starts as garbage, so that
-// a missing barrier or an unset word shows as a wrong result. Reading the shared memory of a CTA that has not begun or
-// has left, reading scores out of bounds, and waiting for ever end the program with a message.
+// cluster's barrier. The order in which threads run is shuffled from a seed, and shared memory starts as garbage, so
+// that a missing barrier or an unset word shows as a wrong result. Reading the shared memory of a CTA that has not begun
+// or has left, reading scores out of bounds, and waiting for ever end the program with a message.
 // Not a model of the hardware: nothing runs at the same time, memory is consistent, and nothing here is about speed.
 #pragma once
 #include <ucontext.h>
@@ -117,7 +117,8 @@ inline void run_thread() {
 }
 
 // One cluster at a time; `kernel` is called by every thread.
-inline void launch(int grid, int cluster, int threads, size_t shared_bytes, unsigned seed, std::function<void()> kernel) {
+inline void launch(int grid, int cluster, int threads, size_t shared_bytes, unsigned seed,
+                   std::function<void()> kernel) {
   std::mt19937 random(seed);
   body = std::move(kernel);
   for (int first = 0; first < grid; first += cluster) {
