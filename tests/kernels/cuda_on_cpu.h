@@ -1,9 +1,10 @@
 // Runs a CUDA kernel's threads on the CPU, one at a time, so that its algorithm can be tested without a GPU.
 //
 // Each thread is a coroutine that runs until it must wait for others: at a warp's exchange of values, at a block's or a
-// cluster's barrier. The order in which threads run is shuffled from a seed, and shared memory starts as garbage, so
-// that a missing barrier or an unset word shows as a wrong result. Reading the shared memory of a CTA that has not begun
-// or has left, reading scores out of bounds, and waiting for ever end the program with a message.
+// cluster's barrier. The order in which threads run is shuffled from a seed, some warps and one CTA run seldom, and
+// shared memory starts as garbage, so that a missing barrier or an unset word shows as a wrong result. Reading the
+// shared memory of a CTA that has not begun or has left, reading scores out of bounds, and waiting for ever end the
+// program with a message.
 // Not a model of the hardware: nothing runs at the same time, memory is consistent, and nothing here is about speed.
 #pragma once
 #include <ucontext.h>
@@ -64,6 +65,7 @@ struct Thread {
   int index = 0;
   unsigned cluster_generation = 0;
   const Barrier* waiting = nullptr;
+  unsigned slowness = 1;
   unsigned since = 0;
   bool done = false;
 };
@@ -126,6 +128,7 @@ inline void launch(int grid, int cluster, int threads, size_t shared_bytes, unsi
     std::vector<std::unique_ptr<char[]>> memory;
     std::vector<Thread*> order;
     Barrier cluster_barrier{cluster * threads};
+    const int slow_rank = static_cast<int>(random() % cluster);
     for (int rank = 0; rank < cluster; ++rank) {
       Block& block = blocks[rank];
       block.index = first + rank, block.rank = rank, block.running = threads;
@@ -139,6 +142,8 @@ inline void launch(int grid, int cluster, int threads, size_t shared_bytes, unsi
       for (int t = 0; t < threads; ++t) {
         Thread& thread = block.threads[t];
         thread.block = &block, thread.index = t;
+        const bool slow = random() % 4 == 0 || (rank == slow_rank && cluster > 1);
+        thread.slowness = t % 32 ? block.threads[t - 1].slowness : slow ? 16 : 1;
         thread.stack.resize(1 << 15);
         getcontext(&thread.context);
         thread.context.uc_stack.ss_sp = thread.stack.data();
@@ -150,16 +155,17 @@ inline void launch(int grid, int cluster, int threads, size_t shared_bytes, unsi
     }
     while (!order.empty()) {
       std::shuffle(order.begin(), order.end(), random);
-      bool progress = false;
+      bool stuck = true;
       for (Thread* thread : order) {
         if (thread->waiting && thread->waiting->generation == thread->since) continue;
+        stuck = false;
+        if (random() % thread->slowness) continue;
         thread->waiting = nullptr;
         thread->block->begun = true;
         here = thread;
         swapcontext(&scheduler, &thread->context);
-        progress = true;
       }
-      if (!progress) fail("threads wait for ever");
+      if (stuck) fail("threads wait for ever");
       order.erase(std::remove_if(order.begin(), order.end(), [](Thread* t) { return t->done; }), order.end());
     }
   }

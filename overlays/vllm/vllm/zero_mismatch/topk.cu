@@ -1,10 +1,10 @@
 // Exact Top-K of the sparse-attention indexer for GPUs with thread-block clusters. Contract and binding: topk_cuda.py.
 //
 // Each score becomes an unsigned key that orders as the score does; the pair (key, position) is unique, so the K
-// largest pairs are too. Twelve bits at a time, counted in shared memory, narrow down the K-th pair: three digits of the
-// key, two of the position. The pairs of a bin with few of them are listed, and the last few compared with each other. A
-// row's CTAs (its cluster) count their parts of the row and add up each other's integer counts and lists, so neither
-// their number nor their timing can change a result.
+// largest pairs are too. Twelve bits at a time, counted in shared memory, narrow down the K-th pair: three digits of
+// the key, two of the position. The pairs of a bin with few of them are listed, and the last few compared with each
+// other. A row's CTAs (its cluster) count their parts of the row and add up each other's integer counts and lists, so
+// neither their number nor their timing can change a result.
 //
 // The host compiles this with BF16 (the scores' type, else fp32), THREADS, KEYS (keys a thread holds in registers),
 // RESIDENT (CTAs an SM must hold), PART (the fewest scores for which a row gets another CTA) and LISTED (the most pairs
@@ -154,8 +154,8 @@ struct Prefix {
   }
 };
 
-// One CTA's part of a row, its positions below `end`. The row begins `shift` after `base`, which is aligned to a vector.
-// A thread holds vectors of four positions, TILE apart. A key of 0 is below every score's.
+// One CTA's part of a row, its positions below `end`. The row begins `shift` after `base`, which is aligned to a
+// vector. A thread holds vectors of four positions, TILE apart. A key of 0 is below every score's.
 struct Part {
   const void* base;
   int shift, low, end, spans;
@@ -488,7 +488,7 @@ __device__ __forceinline__ void select_part(Shared& s, Part& part, unsigned k, T
       prefix.extend(level++, found.digit);
       wanted -= found.above;
       later += found.later_above;
-      found_all = found.count == wanted || level == 5;  // so it is after five; and should scores change meanwhile, it ends
+      found_all = found.count == wanted || level == 5;  // five are enough, unless the scores change meanwhile
       if (found_all) later += found.later_count;
     }
     if (found_all) {
