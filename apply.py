@@ -15,7 +15,8 @@ if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("zero-mismatch needs Python 3.11 or newer; this is " + sys.version.split()[0])
 
 from patchset import pins as pin_file
-from patchset.errors import PatchsetError
+from patchset.errors import NeedsWork, PatchsetError
+from patchset.git import GitError
 from patchset.ui import Result, refusal
 
 ROOT = Path(__file__).resolve().parent
@@ -188,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        result = VERBS[args.verb](args, pin_file.load(ROOT))
+        result = _run(args)
     except PatchsetError as error:
         _print(args, {"error": error.as_json()}, error.exit_code, refusal(error), sys.stderr)
         return error.exit_code
@@ -197,6 +198,16 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     _print(args, result.data, result.code, result.lines, sys.stdout)
     return result.code
+
+
+def _run(args) -> Result:
+    """The verb's result. What the disk or git refuses outside a delivery (a full /tmp, say) is a refusal too."""
+    try:
+        return VERBS[args.verb](args, pin_file.load(ROOT))
+    except (OSError, GitError) as error:
+        raise NeedsWork(f"{args.verb} stopped: {error}",
+                        remedy="mend the cause (free space, permissions), then run it again; "
+                               "apply.py status says where each target stands") from error
 
 
 def _print(args, data: dict, code: int, lines: list[str], stream) -> None:

@@ -184,7 +184,8 @@ def _drop_leftovers(target: Target) -> None:
         if not (folder / state.NAME).exists():
             discard(folder)
             return
-        (folder / PENDING).unlink(missing_ok=True)
+        if (folder / PENDING).exists():
+            (folder / PENDING).unlink()
         if (folder / "applied").exists():
             discard(folder / "applied")
 
