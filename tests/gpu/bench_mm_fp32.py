@@ -1,33 +1,25 @@
 """Times bi_mm_fp32 against cuBLAS, its tiles against others, and mHC's projection by its number of splits, on one GPU.
 
-    python tests/gpu/bench_mm_fp32.py [--tiles] [--quick] [--json FILE]
+    python tests/gpu/bench_mm_fp32.py [--tiles] [--json FILE]
 
-Each time is the median of replays of a CUDA graph of calls over rotating inputs, in microseconds a call. Every tile
-is checked before it is timed: a row alone must have the bits of the row in the batch. --quick times the products and
-their alternatives only, at four batches, in seconds, so that one short run can choose the table.
+Each time is the median of replays of a CUDA graph of 50 calls over rotating inputs, in microseconds a call. Every tile
+is checked before it is timed: a row alone must have the bits of the row in the batch.
 """
 import argparse
-import contextlib
 import json
 import statistics
 
 import torch
-import triton
 
 from vllm.zero_mismatch import mhc, mm_fp32
 
-SHAPES = {"indexer weights": (64, 4096), "router gate": (256, 4096), "indexer compressor": (512, 4096),
-          "ratio-128 compressor": (1024, 4096), "ratio-4 compressor": (2048, 4096), "lm_head": (129280, 4096)}
-QUICK_SHAPES = ("indexer compressor", "ratio-128 compressor", "ratio-4 compressor", "lm_head")
+SHAPES = {"router gate": (256, 4096), "indexer compressor": (512, 4096), "ratio-128 compressor": (1024, 4096),
+          "ratio-4 compressor": (2048, 4096), "lm_head": (129280, 4096)}
 BATCHES = (1, 16, 64, 256, 1024, 8192)
-QUICK_BATCHES = (1, 64, 256, 8192)
-# Alternatives by the largest N they are for: BLOCK_M, BLOCK_N, BLOCK_K, slices, stages, warps.
-TILES = ((512, [(128, 128, 64, 8, 4, 8), (128, 64, 64, 8, 4, 4), (64, 64, 64, 8, 4, 4), (64, 128, 64, 8, 4, 4)]),
-         (8192, [(128, 128, 64, 4, 4, 8), (128, 128, 128, 8, 3, 8), (128, 64, 64, 8, 4, 4), (64, 128, 64, 8, 4, 4)]),
-         (2**31 - 1, [(128, 128, 64, 1, 3, 8), (128, 256, 64, 1, 3, 8), (128, 64, 64, 1, 4, 4)]))
-# Other settings of the shipped tile that leave the bits alone: slices together, slices apart, no early launch.
-SETTINGS = {"together": {"_SPREAD": 0}, "apart": {"_SPREAD": 2**31 - 1},
-            "no early launch": {"_early": lambda device: False}}
+# BLOCK_M, BLOCK_N, BLOCK_K, stages, warps
+TILES = [(16, 16, 128, 6, 4), (16, 32, 128, 5, 4), (16, 32, 256, 3, 4), (16, 64, 128, 4, 4), (32, 32, 128, 4, 4),
+         (64, 32, 64, 5, 4), (64, 32, 128, 4, 4), (64, 64, 64, 4, 4), (64, 64, 128, 3, 4), (64, 128, 64, 4, 4),
+         (128, 64, 64, 4, 4), (128, 128, 64, 4, 8)]
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 CALLS, REPLAYS = 50, 20
 
@@ -35,10 +27,9 @@ CALLS, REPLAYS = 50, 20
 def microseconds(call, inputs) -> float:
     for value in inputs:
         call(value)
-    calls = CALLS if inputs[0].shape[0] < 1024 else CALLS // 5
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for number in range(calls):
+        for number in range(CALLS):
             call(inputs[number % len(inputs)])
     times = []
     for _ in range(REPLAYS):
@@ -47,7 +38,7 @@ def microseconds(call, inputs) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / calls)
+        times.append(start.elapsed_time(end) * 1000 / CALLS)
     return round(statistics.median(times), 2)
 
 
@@ -59,24 +50,11 @@ def check(x, weight) -> None:
             raise SystemExit(f"row {row} of {tuple(x.shape)} x {tuple(weight.shape)} depends on the batch")
 
 
-@contextlib.contextmanager
-def settings(**values):
-    shipped = {name: getattr(mm_fp32, name) for name in values}
-    for name, value in values.items():
-        setattr(mm_fp32, name, value)
-    try:
-        yield
-    finally:
-        for name, value in shipped.items():
-            setattr(mm_fp32, name, value)
-
-
-def products(all_tiles: bool, quick: bool) -> list[dict]:
+def products(all_tiles: bool) -> list[dict]:
     rows = []
-    for name in QUICK_SHAPES if quick else SHAPES:
-        n, k = SHAPES[name]
+    for name, (n, k) in SHAPES.items():
         weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-        for m in QUICK_BATCHES if quick else BATCHES:
+        for m in BATCHES:
             if m * n > 2**28:
                 continue
             inputs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
@@ -86,31 +64,20 @@ def products(all_tiles: bool, quick: bool) -> list[dict]:
             row["ours"] = microseconds(lambda x, w=weight: mm_fp32.bi_mm_fp32(x, w), inputs)
             row["ratio"] = round(row["ours"] / row["cublas"], 2)
             rows.append(row)
-            if all_tiles or quick:
-                row["other"] = alternatives(inputs, weight)
+            if all_tiles:
+                row["tiles"] = {str(tile): time_tile(tile, inputs, weight) for tile in TILES}
             print(json.dumps(row), flush=True)
     return rows
 
 
-def alternatives(inputs, weight) -> dict:
-    m, n = inputs[0].shape[0], weight.shape[0]
-    found = {}
-    for tile in next(tiles for bound, tiles in TILES if n <= bound):
-        with settings(_TILES_16BIT=((2**31 - 1, mm_fp32.Tile(*tile)),)):
-            found["x".join(map(str, tile))] = timed(inputs, weight)
-    if mm_fp32._tile(n, weight.dtype, weight.dtype)[1].slices > 1 and m <= 1024:
-        for name, values in SETTINGS.items():
-            with settings(**values):
-                found[name] = timed(inputs, weight)
-    return found
-
-
-def timed(inputs, weight) -> float | str:
+def time_tile(tile, inputs, weight) -> float:
+    shipped = mm_fp32._TILES_16BIT
+    mm_fp32._TILES_16BIT = ((2**31 - 1, *tile),)
     try:
         check(inputs[0], weight)
         return microseconds(lambda x: mm_fp32.bi_mm_fp32(x, weight), inputs)
-    except triton.runtime.errors.OutOfResources as error:
-        return str(error)
+    finally:
+        mm_fp32._TILES_16BIT = shipped
 
 
 def projections() -> list[dict]:
@@ -137,12 +104,9 @@ def projections() -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiles", action="store_true", help="time every tile of TILES too")
-    parser.add_argument("--quick", action="store_true", help="the products and their alternatives at four batches only")
     parser.add_argument("--json", metavar="FILE", help="write all rows there")
     options = parser.parse_args()
-    rows = products(options.tiles, options.quick)
-    if not options.quick:
-        rows += projections()
+    rows = products(options.tiles) + projections()
     if options.json:
         with open(options.json, "w") as file:
             head = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}

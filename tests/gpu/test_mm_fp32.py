@@ -3,27 +3,16 @@ import pytest
 import torch
 from mm_cases import assert_same_bits, differing_words, operands
 
-from vllm.zero_mismatch import mm_fp32
 from vllm.zero_mismatch.mm_fp32 import bi_mm_fp32, reference, tolerance
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-# Router and indexer compressor, ratio-128 and ratio-4 compressor, indexer weights, tiny and full lm_head. K = 4096 is
-# the hidden size.
-SHAPES = [(256, 4096), (512, 4096), (1024, 4096), (2048, 4096), (64, 4096), (8192, 4096), (129280, 4096)]
-BATCHES = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1024, 4097,
-           8192)
-
-
-def _switch(n, x_dtype=torch.bfloat16, w_dtype=torch.bfloat16):
-    """The largest batch whose slices have programs of their own, 0 where none has."""
-    tile = mm_fp32._tile(n, x_dtype, w_dtype)[1]
-    return max((m for m in range(tile.block_m, 2**16, tile.block_m) if mm_fp32._spread(m, n, tile)), default=0)
+# Router and indexer compressor, ratio-128 and ratio-4 compressor, tiny and full lm_head; K = 4096 is the hidden size.
+SHAPES = [(256, 4096), (512, 4096), (1024, 4096), (2048, 4096), (8192, 4096), (129280, 4096)]
+BATCHES = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1024, 4097)
 
 
 def _batches(n):
-    switch = _switch(n)
-    around = (switch - 1, switch, switch + 1) if switch else ()
-    return sorted({m for m in (*BATCHES, *around) if 1 <= m <= 8192 and m * n <= 2**27})
+    return [m for m in BATCHES if m * n <= 2**27]
 
 
 @pytest.mark.parametrize("n,k", SHAPES)
@@ -37,44 +26,16 @@ def test_row_keeps_its_bits_in_any_batch(n, k):
         assert_same_bits(bi_mm_fp32(x[row : row + 1], weight), whole[row : row + 1], f"row {row} alone")
 
 
-@pytest.mark.parametrize("n,k", [(256, 4096), (512, 4096), (1024, 4096), (2048, 4096), (2048, 4000), (40, 96)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_place_of_the_slices_does_not_reach_the_bits(n, k, dtype, monkeypatch):
-    x, weight = operands(300, n, k, dtype, dtype, device="cuda")
-    found = []
-    for bound in (0, 2**31 - 1):
-        monkeypatch.setattr(mm_fp32, "_SPREAD", bound)
-        found.append(bi_mm_fp32(x, weight))
-    assert_same_bits(found[1], found[0], "slices on programs of their own")
-
-
-def test_products_on_several_streams_do_not_meet():
-    """The compressors project on side streams, at once."""
-    pairs = [operands(17, n, 4096, device="cuda", seed=n) for n in (256, 512, 1024, 2048)]
-    alone = [bi_mm_fp32(*pair) for pair in pairs]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in pairs]
-    found = []
-    for _ in range(50):
-        for stream, pair in zip(streams, pairs, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(bi_mm_fp32(*pair))
-    torch.cuda.synchronize()
-    for number, out in enumerate(found):
-        assert_same_bits(out, alone[number % len(pairs)], f"call {number}")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_row_keeps_its_bits_for_each_dtype(dtype):
     x, weight = operands(513, 256, 1024, dtype, dtype, device="cuda")
     whole = bi_mm_fp32(x, weight)
-    switch = _switch(256, dtype, dtype)
-    for m in sorted({1, 16, 17, 128, 513, *(m for m in (switch, switch + 1) if m <= 513)}):
+    for m in (1, 16, 17, 128, 513):
         assert_same_bits(bi_mm_fp32(x[:m], weight), whole[:m], f"first {m} rows")
 
 
-@pytest.mark.parametrize("n,k", SHAPES[:6])
-@pytest.mark.parametrize("m", [1, 17, 257, 2049])
+@pytest.mark.parametrize("n,k", SHAPES[:5])
+@pytest.mark.parametrize("m", [1, 17, 257])
 def test_result_is_the_exact_product_within_fp32_accumulation(m, n, k):
     x, weight = operands(m, n, k, device="cuda")
     error = (bi_mm_fp32(x, weight).double() - reference(x, weight)).abs()

@@ -89,7 +89,7 @@ def _cubin(architecture: str, bf16: bool) -> bytes:
 
 @functools.cache
 def supports(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return False
 
 
 @functools.cache
