@@ -6,7 +6,6 @@ grows past LIMIT are refused by name. The archive's digest has been compared bef
 from __future__ import annotations
 
 import os
-import shutil
 import tarfile
 import zlib
 from collections.abc import Collection, Iterator
@@ -26,9 +25,9 @@ def read_files(archive: Path, wanted: Collection[str] | None = None) -> Files:
     """The wanted files (all by default) with their modes; those the archive lacks are left out."""
     files: Files = {}
     with _damage_named(archive):
-        for tar, member, path in _members(archive, f"read {archive.name}"):
+        for content, member, path in _members(archive, f"read {archive.name}"):
             if member.isfile() and (wanted is None or path in wanted):
-                files[path] = File(tar.extractfile(member).read(), _mode(member))
+                files[path] = File(content.exactly(member.size), _mode(member))
                 if wanted is not None and len(files) == len(set(wanted)):
                     break
     return files
@@ -40,28 +39,87 @@ def unpack(archive: Path, into: Path) -> None:
         raise DirtyTarget(f"{into} exists already", remedy="remove it, or name another folder")
     with staging.folder(into) as root, _damage_named(archive):
         folders = {""}
-        for tar, member, path in _members(archive, f"unpack {archive.name}"):
+        for content, member, path in _members(archive, f"unpack {archive.name}"):
             try:
-                _write(tar, member, path, str(root), folders)
+                _write(content, member, path, str(root), folders)
             except (FileExistsError, NotADirectoryError):
                 raise refused(archive, member.name, "a name used twice (perhaps in another case)", "each name once"
                               ) from None
 
 
-def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str, root: str, folders: set[str]) -> None:
+def _write(content: _Unzipped, member: tarfile.TarInfo, path: str, root: str, folders: set[str]) -> None:
     folder = path if member.isdir() else path.rpartition("/")[0]
     if folder not in folders:
         os.makedirs(f"{root}/{folder}", exist_ok=True)
         folders.add(folder)
-    if member.isfile():
-        # O_EXCL never opens through a link, and root is new and holds only what this loop made.
-        handle = os.open(f"{root}/{path}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, int(_mode(member), 8) & 0o777)
-        with os.fdopen(handle, "wb", buffering=0) as file:
-            shutil.copyfileobj(tar.extractfile(member), file, CHUNK)
+    if not member.isfile():
+        return
+    # O_EXCL never opens through a link, and root is new and holds only what this loop made.
+    handle = os.open(f"{root}/{path}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, int(_mode(member), 8) & 0o777)
+    try:
+        left = member.size
+        while left:
+            piece = content.exactly(min(left, CHUNK))
+            left -= len(piece)
+            while piece:
+                piece = piece[os.write(handle, piece):]
+    finally:
+        os.close(handle)
 
 
 def _mode(member: tarfile.TarInfo) -> str:
     return "100755" if member.mode & 0o100 else "100644"
+
+
+class _Unzipped:
+    """The tar inside a .tar.gz for tarfile, forward only. GzipFile's layers of buffers cost as much as unpacking."""
+
+    def __init__(self, file, advance):
+        self.file, self.advance = file, advance
+        self.gzip = zlib.decompressobj(wbits=31)
+        self.buffer, self.at, self.begin = b"", 0, 0  # begin: where in the tar the buffer begins
+
+    def tell(self) -> int:
+        return self.begin + self.at
+
+    def seek(self, position: int) -> None:
+        assert position >= self.tell(), "tarfile reads a tar from front to back"
+        while position > self.begin + len(self.buffer) and self._refill():
+            pass
+        self.at = min(position - self.begin, len(self.buffer))
+
+    def read(self, size: int) -> bytes:
+        """The next `size` bytes; fewer at the end."""
+        piece = self.buffer[self.at : self.at + size]
+        self.at += len(piece)
+        pieces = [piece]
+        while (size := size - len(piece)) and self._refill():
+            piece = self.buffer[:size]
+            self.at = len(piece)
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def exactly(self, size: int) -> bytes:
+        piece = self.read(size)
+        if len(piece) < size:
+            raise EOFError("it ends within a file")
+        return piece
+
+    def _refill(self) -> bool:
+        """Replace the buffer by what follows it; False at the end, where zlib has compared the checksum."""
+        data = b""
+        while not data and not self.gzip.eof:
+            packed = self.gzip.unconsumed_tail
+            if not packed:
+                packed = self.file.read(CHUNK)
+                self.advance(len(packed))
+            if not packed:
+                raise EOFError("it ends early")
+            data = self.gzip.decompress(packed, CHUNK)
+        if data:
+            self.begin += len(self.buffer)
+            self.buffer, self.at = data, 0
+        return bool(data)
 
 
 @contextmanager
@@ -75,23 +133,27 @@ def _damage_named(archive: Path) -> Iterator[None]:
         raise damaged(archive, str(error)) from None
 
 
-def _members(archive: Path, label: str) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str]]:
-    """Every file and folder in order, with its checked path below the top folder ('' for the top folder itself)."""
+def _members(archive: Path, label: str) -> Iterator[tuple[_Unzipped, tarfile.TarInfo, str]]:
+    """Every file and folder in order, with its checked path below the top folder ('' for the top folder itself).
+
+    The content of a file is what its stream gives next.
+    """
     top, total, seen = "", 0, set()
-    with open(archive, "rb") as file, progress.bar(label, os.fstat(file.fileno()).st_size) as advance, \
-            tarfile.open(fileobj=file, mode="r:gz") as tar:
-        at = 0
-        for member in tar:
-            advance(file.tell() - at)
-            at = file.tell()
-            first, _, path = member.name.partition("/")
-            top, total = top or first, total + member.size
-            if reason := _why_refused(member, first, path, top, total, seen):
-                raise refused(archive, member.name, reason, "plain files and folders under one top folder")
-            seen.add(path)
-            yield tar, member, path
-        if tar.fileobj.read().strip(b"\0"):  # to its end, where gzip compares the checksum
-            raise damaged(archive, "a header is damaged, or something follows the end mark")
+    with open(archive, "rb") as file, progress.bar(label, os.fstat(file.fileno()).st_size) as advance:
+        unzipped = _Unzipped(file, advance)
+        with tarfile.open(fileobj=unzipped, mode="r:") as tar:
+            for member in tar:
+                first, _, path = member.name.partition("/")
+                top, total = top or first, total + member.size
+                if reason := _why_refused(member, first, path, top, total, seen):
+                    raise refused(archive, member.name, reason, "plain files and folders under one top folder")
+                seen.add(path)
+                yield unzipped, member, path
+        while data := unzipped.read(CHUNK):  # to its end: a damaged header only ends tarfile's loop
+            if data.strip(b"\0"):
+                raise damaged(archive, "a header is damaged, or something follows the end mark")
+        if unzipped.gzip.unused_data.strip(b"\0") or file.read(CHUNK).strip(b"\0"):
+            raise damaged(archive, "something follows the end mark")
     if not top:
         raise damaged(archive, "it is empty")
 

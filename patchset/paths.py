@@ -6,10 +6,13 @@ A path is refused if it is absolute, has an empty, `.`, `..` or `.git` part, a b
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
 from .errors import DirtyTarget, Row
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def why_unsafe(path: str) -> str:
@@ -19,7 +22,7 @@ def why_unsafe(path: str) -> str:
         return "absolute or empty"
     if "\\" in path or ":" in parts[0]:
         return "backslash or drive"
-    if any(ord(char) < 32 or ord(char) == 127 for char in path):
+    if CONTROL.search(path):
         return "control character"
     for part in parts:
         if part in ("", ".", ".."):

@@ -5,7 +5,6 @@ import fcntl
 import gzip
 import io
 import os
-import shutil
 import tarfile
 
 import pytest
@@ -199,6 +198,13 @@ def test_a_damaged_header_or_content_is_never_taken_silently(at, flip, tmp_path_
     assert found.keys() == expected.keys()  # only a byte of content or padding: the pinned digest catches that
 
 
+def test_a_tar_that_ends_within_a_file_is_refused(tmp_path):
+    path = pack_raw(tmp_path / "toy-1.tar.gz", tar_bytes(member("toy-1/a", b"a" * 2000))[:1500])
+    for act in (lambda: archive.unpack(path, tmp_path / "out"), lambda: archive.read_files(path, {"a"})):
+        with pytest.raises(LockMismatch, match="within a file"):
+            act()
+
+
 def test_a_wrong_gzip_checksum_is_refused(tmp_path):
     path = pack(tmp_path / "toy-1.tar.gz", member("toy-1/a", b"a"))
     whole = bytearray(path.read_bytes())
@@ -261,11 +267,18 @@ def test_a_full_disk_is_told_and_leaves_nothing(sdist, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shutil, "copyfileobj", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(NeedsWork, match="No space left") as caught:
         archive.unpack(sdist, tmp_path / "out")
     assert "free some space" in caught.value.remedy
     assert [p.name for p in tmp_path.iterdir()] == ["toy-1.tar.gz"]
+
+
+def test_short_writes_lose_nothing(sdist, tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:1000]))
+    archive.unpack(sdist, tmp_path / "out")
+    assert tree(tmp_path / "out")["big"][0] == bytes(3_000_000)
 
 
 def test_content_survives_any_split_of_the_compressed_stream(sdist, monkeypatch):
