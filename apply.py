@@ -187,6 +187,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end in a traceback
     args = parser().parse_args(argv)
     try:
         result = _run(args)

@@ -76,7 +76,7 @@ def _class(locked: LockedTarget, path: str, digest: str | None, older: dict, has
     if digest == entry.after:
         return "applied"
     if digest == entry.before:
-        return "pristine"
+        return "missing" if digest is None and has_state else "pristine"
     if has_state and older.get(path) == digest and digest:
         return "older"
     return "missing" if digest is None else "edited"

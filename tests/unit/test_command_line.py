@@ -1,4 +1,5 @@
 """The command line: its options are these, every verb explains itself, and a reader that leaves is no error."""
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,13 @@ def test_a_reader_that_leaves_is_no_error(arguments):
                           stderr=subprocess.PIPE, pipesize=4096) as process:
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+def test_a_terminal_without_utf8_gets_escapes_not_a_traceback():
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "LC_ALL": "POSIX"}
+    done = subprocess.run([sys.executable, ROOT / "apply.py", "why", "vllm/models/deepseek_v4/attention.py"],
+                          capture_output=True, env=env, check=False)
+    assert done.returncode == 0 and b"\\u2014" in done.stdout and not done.stderr
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 2), (["nonsense"], 2), (["why"], 2), (["new", "Not A Slug"], 2),

@@ -289,6 +289,15 @@ def test_each_bad_target_is_refused_with_its_own_message_and_nothing_is_written(
     assert toys.snapshot(root) == before
 
 
+def test_a_removed_overlay_file_is_called_missing(toy):
+    one = target.tree(toy.upstream, toy.tree())
+    deliver.apply(toy.request(), one)
+    (one.root / "toy/extra/op.py").unlink()
+    with pytest.raises(DirtyTarget) as caught:
+        deliver.verify(toy.request(), one)
+    assert [(row.path, row.found) for row in caught.value.rows] == [("toy/extra/op.py", "missing")]
+
+
 def test_an_older_locks_tree_is_brought_up_to_date_by_revert_and_apply(toy):
     root = toy.tree()
     one = _spoil(toy, root, "older")
