@@ -28,7 +28,7 @@ def run(root: Path, pins: Pins, verb: str, args) -> Result:
         raise UsageError("--without names a patch of one upstream", remedy="add --upstream vllm (or megatron)")
     targets = _find(request, names, verb, args)
     if verb == "apply":
-        for one in targets:
+        for one in targets[1:]:  # the first one's own apply looks at it before it writes
             _check(request, one)
     outcomes = [_act(request, verb, one) for one in targets]
     code = max((_code(outcome, verb) for outcome in outcomes), default=0)
