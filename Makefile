@@ -8,8 +8,10 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 apply:
 	$(PYTHON) apply.py apply
 
+# A file of tests stays in one process, with one thread for torch; what measures time runs by itself.
 test: $(VENV)/ready
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile -m "not alone"
+	$(VENV)/bin/python -m pytest -m alone
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
