@@ -225,7 +225,8 @@ def test_something_after_the_end_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"not gzip", gzip.compress(b""), gzip.compress(bytes(1024)),
-                                     gzip.compress(b"x" * 2048)])
+                                     gzip.compress(b"x" * 2048)],
+                         ids=["nothing", "no gzip", "gzip of nothing", "gzip of an end mark", "gzip of no tar"])
 def test_what_is_no_archive_is_refused(content, tmp_path):
     (tmp_path / "toy-1.tar.gz").write_bytes(content)
     with pytest.raises(LockMismatch):
