@@ -188,7 +188,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end in a traceback
+        if hasattr(stream, "reconfigure"):  # a caller's StringIO needs none
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end in a traceback
     args = parser().parse_args(argv)
     try:
         result = _run(args)
