@@ -8,6 +8,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import toy as toys
@@ -69,6 +70,7 @@ def _child(toy, one, verb, step) -> int:
     """Run a verb in a fork that dies, as by kill -9, at the `step`-th call that changes the disk."""
     pid = os.fork()
     if pid == 0:
+        tempfile.tempdir = str(toy.folder)  # where the shadow repository of a killed run is left
         left = [step]
         for name in STEPS:
             real = getattr(os, name)
