@@ -26,11 +26,17 @@ Snapshot = dict[str, tuple[int, str]]
 
 
 class Checkout:
-    """A copy of this checkout, so that `build/` and edits of the series stay out of ours."""
+    """A copy of this checkout, so that `build/` and edits of the series stay out of ours.
+
+    `env` has a folder of its own for temporary files: a killed run leaves its shadow repository there.
+    """
 
     def __init__(self, folder: Path):
         self.root = folder
         folder.mkdir()
+        temporary = folder.with_name(folder.name + "-tmp")
+        temporary.mkdir()
+        self.env = os.environ | {"TMPDIR": str(temporary)}
         for name in CHECKOUT:
             source = ROOT / name
             if source.is_dir():
@@ -47,7 +53,8 @@ class Checkout:
 
     def run(self, *arguments, code: int = 0, **options) -> dict:
         """Run a verb; its JSON once it has exited with `code`."""
-        done = subprocess.run(self.command(*arguments), capture_output=True, text=True, check=False, **options)
+        done = subprocess.run(self.command(*arguments), capture_output=True, text=True, check=False, env=self.env,
+                              **options)
         assert done.returncode == code, f"exit {done.returncode}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
         assert "Traceback" not in done.stderr, done.stderr[-3000:]
         return json.loads(done.stdout)

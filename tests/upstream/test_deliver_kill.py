@@ -67,7 +67,7 @@ def subject(request, checkout) -> Subject:
 
 def start(subject: Subject, verb: str) -> subprocess.Popen:
     return subprocess.Popen(subject.checkout.command(verb, *subject.where), stdout=subprocess.DEVNULL,
-                            stderr=subprocess.DEVNULL, start_new_session=True)
+                            stderr=subprocess.DEVNULL, start_new_session=True, env=subject.checkout.env)
 
 
 def wait_for(sign: Path, process: subprocess.Popen) -> float:
@@ -135,7 +135,8 @@ def test_killed_at_random_moments_recover_leaves_pristine_or_locked(subject):
 
 def die(subject: Subject, step: int, verb: str) -> subprocess.CompletedProcess:
     arguments = [DIE, subject.checkout.root, step, verb, *subject.where, "--json"]
-    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False,
+                          env=subject.checkout.env)
 
 
 def count_steps(subject: Subject, verb: str) -> int:
