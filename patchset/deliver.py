@@ -3,15 +3,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from . import lock as locks
 from . import plan as plans
 from . import state
 from .errors import DirtyTarget, LockMismatch, NeedsWork, PatchsetError, Row
-from .lock import Built, Lock
+from .lock import Built, Lock, LockedTarget
 from .paths import inside
-from .pins import Pins, Profile
+from .pins import Pins, Profile, Release
 from .plan import Plan
 from .shadow import Offset
 from .target import Target
@@ -28,6 +29,14 @@ class Request:
     version: str | None = None
     without: tuple[str, ...] = ()
     edits_to: Path | None = None
+
+    @cached_property
+    def lock(self) -> Lock:
+        """patchset.lock, read and checked once for all targets."""
+        return Lock.load(self.root)
+
+    def locked(self, target: Target, release: Release) -> LockedTarget:
+        return self.lock.target(target.upstream.name, release.version, self.profile.name)
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ def prepare(request: Request, target: Target) -> tuple[Plan, Built | None]:
     release = target.release(request.version)
     if request.without:
         return _prepare_unlocked(request, target)
-    locked = Lock.load(request.root).target(target.upstream.name, release.version, request.profile.name)
+    locked = request.locked(target, release)
     plan = plans.classify(target, release, locked, request.root)
     if plan.verdict != "pristine":
         return plan, None
@@ -65,15 +74,12 @@ def _build(request: Request, target: Target) -> Built:
 def _prepare_unlocked(request: Request, target: Target) -> tuple[Plan, Built | None]:
     """A series with patches left out, for counter-proofs. The target must first be pristine by the full lock."""
     release = target.release(request.version)
-    full = Lock.load(request.root).target(target.upstream.name, release.version, request.profile.name)
-    applied = state.load(target.root / target.state)
-    if applied and applied.without == request.without:
-        plan = plans.classify(target, release, full, request.root)
-        rows = plans.edits(target, applied)
-        verdict = "refused" if rows else "applied"
+    plan = plans.classify(target, release, request.locked(target, release), request.root)
+    if plan.state and plan.state.without == request.without:
+        rows = plans.edits(target, plan.state)
         error = DirtyTarget(f"{target.root}: patched files were edited since", rows=rows) if rows else None
-        return Plan(target, release, plan.locked, applied, verdict, plan.paths, error), None
-    plan = plans.classify(target, release, full, request.root).demand()
+        return replace(plan, verdict="refused" if rows else "applied", error=error), None
+    plan.demand()
     if plan.verdict != "pristine":
         raise LockMismatch(f"{target.root} carries the full series", remedy="run apply.py revert first")
     return plan, _build(request, target)
@@ -262,10 +268,9 @@ def status(request: Request, target: Target) -> Outcome:
     with target.locked(write=False):
         applied = state.load(target.root / target.state)
         if applied and applied.profile in request.pins.profiles:
-            request = Request(request.root, request.pins, request.pins.profile(applied.profile), request.version)
+            request = replace(request, profile=request.pins.profile(applied.profile))
         release = target.release(request.version)
-        locked = Lock.load(request.root).target(target.upstream.name, release.version, request.profile.name)
-        plan = plans.classify(target, release, locked, request.root)
+        plan = plans.classify(target, release, request.locked(target, release), request.root)
         return Outcome(target, plan.verdict, plan, error=plan.error)
 
 

@@ -6,7 +6,7 @@
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import series, state
@@ -65,9 +65,9 @@ def classify(target: Target, release: Release, locked: LockedTarget, root: Path)
         return _another_lock(plan, applied)
     seen = set(classes.values())
     if seen <= {"applied"}:
-        return _with(plan, "applied")
+        return replace(plan, verdict="applied")
     if seen <= {"pristine"} and not applied:
-        return _with(plan, "pristine")
+        return replace(plan, verdict="pristine")
     return _refuse(plan, _mixture(plan, root))
 
 
@@ -82,12 +82,8 @@ def _class(locked: LockedTarget, path: str, digest: str | None, older: dict, has
     return "missing" if digest is None else "edited"
 
 
-def _with(plan: Plan, verdict: str) -> Plan:
-    return Plan(plan.target, plan.release, plan.locked, plan.state, verdict, plan.paths)
-
-
 def _refuse(plan: Plan, error: PatchsetError) -> Plan:
-    return Plan(plan.target, plan.release, plan.locked, plan.state, "refused", plan.paths, error)
+    return replace(plan, error=error)
 
 
 def _rows(classes: dict[str, str], kinds: set[str]) -> list[Row]:

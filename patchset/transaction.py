@@ -141,9 +141,9 @@ class Transaction:
     def _refuse_strangers(self, changes: list[Change]) -> None:
         rows = []
         for change in changes:
-            found = sha256_of(inside(self.root, change.path))
             if change.path.endswith(".pyc"):
                 continue  # a cache: Python may have written it again
+            found = sha256_of(inside(self.root, change.path))
             if found not in (change.before, change.after):
                 rows.append(Row(change.path, (found or "missing")[:12], "the original or the patched file"))
         if rows:

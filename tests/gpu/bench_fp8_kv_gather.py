@@ -8,7 +8,6 @@ reads one record and writes one BF16 row for each selected row; the roofline is 
 import argparse
 import json
 import pathlib
-import statistics
 import sys
 
 import torch
@@ -17,6 +16,7 @@ TESTS = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "kernels"), str(TESTS / "gpu")]
 import conftest  # noqa: E402, F401  tests/conftest.py makes the overlays importable without an installed engine
 from flashmla_cases import attend, queries, stock_decode  # noqa: E402
+from graph_timing import median_us  # noqa: E402
 from kv_scene import HEAD_DIM, Scene  # noqa: E402
 
 from vllm.zero_mismatch.fp8_kv_gather import RECORDS, gather  # noqa: E402
@@ -27,22 +27,8 @@ TOKENS = (64, 256)
 POSITION = 9000  # past the point where the 2048-row top-k is full
 
 
-def median_us(call, calls: int = 4, replays: int = 15) -> float:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times)
+def microseconds(call) -> float:
+    return median_us([call], count=4, replays=15)
 
 
 def scene(name: str) -> Scene:
@@ -59,14 +45,14 @@ def measure(name: str, case: Scene, bandwidth: float) -> dict:
     indices = torch.empty(tokens, case.width, dtype=torch.int32, device="cuda")
     lengths = torch.empty(tokens, dtype=torch.int32, device="cuda")
     step = case.step()
-    gather_us = median_us(lambda: gather(rows, indices, lengths, *step))
+    gather_us = microseconds(lambda: gather(rows, indices, lengths, *step))
     moved = int(lengths.sum()) * (case.record.data_bytes + case.record.scale_bytes + 2 * HEAD_DIM) + indices.nbytes
     roofline_us = moved / bandwidth * 1e6
     return {
         "layer": name, "tokens": tokens, "rows": int(lengths.sum()), "bytes": moved,
         "gather_us": gather_us, "roofline_us": roofline_us, "of_roofline": roofline_us / gather_us,
-        "attention_us": median_us(lambda: attend(q, sink, rows, indices, lengths)),
-        "stock_decode_us": median_us(lambda: stock_decode(case, q, sink)),
+        "attention_us": microseconds(lambda: attend(q, sink, rows, indices, lengths)),
+        "stock_decode_us": microseconds(lambda: stock_decode(case, q, sink)),
     }
 
 

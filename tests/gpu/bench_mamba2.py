@@ -10,9 +10,10 @@ after checking that they give the same bits.
 import argparse
 import itertools
 import json
-import statistics
 
 import torch
+from graph_timing import median_us
+
 from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan
 
 SIZES = (64, 64, 8, 128, 128)
@@ -24,21 +25,7 @@ HEADS_WARPS_STAGES = list(itertools.product((1, 2, 4, 8), (4, 8), (1, 2, 3)))
 
 
 def microseconds(calls) -> float:
-    for call in calls:
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(CALLS):
-            calls[number % len(calls)]()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / CALLS)
-    return round(statistics.median(times), 2)
+    return round(median_us(calls, CALLS, REPLAYS), 2)
 
 
 class Batch:

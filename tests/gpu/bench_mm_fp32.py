@@ -6,10 +6,11 @@ Each time is the median of replays of a CUDA graph of 50 calls over rotating inp
 is checked before it is timed: a row alone must have the bits of the row in the batch.
 """
 import argparse
+import functools
 import json
-import statistics
 
 import torch
+from graph_timing import median_us
 
 from vllm.zero_mismatch import mhc, mm_fp32
 
@@ -25,21 +26,7 @@ CALLS, REPLAYS = 50, 20
 
 
 def microseconds(call, inputs) -> float:
-    for value in inputs:
-        call(value)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(CALLS):
-            call(inputs[number % len(inputs)])
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / CALLS)
-    return round(statistics.median(times), 2)
+    return round(median_us([functools.partial(call, value) for value in inputs], CALLS, REPLAYS), 2)
 
 
 def check(x, weight) -> None:

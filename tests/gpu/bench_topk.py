@@ -18,6 +18,7 @@ import sys
 import time
 
 import torch
+from graph_timing import capture, replay_us
 
 OVERLAY = pathlib.Path(__file__).resolve().parents[2] / "overlays" / "vllm" / "vllm" / "zero_mismatch"
 DEADLINE_S = 100
@@ -159,19 +160,11 @@ def time_us(call, inputs, lengths, out, target_ms):
         call(x, lengths, out)
     torch.cuda.synchronize()
     calls = max(len(inputs), 20)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            call(inputs[i % len(inputs)], lengths, out)
+    graph = capture([functools.partial(call, x, lengths, out) for x in inputs], calls)
     times, spent = [], 0.0
     graph.replay()
     while len(times) < 5 or (spent < target_ms and len(times) < 50):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / calls)
+        times.append(replay_us(graph, calls))
         spent += times[-1] * calls / 1000
     return statistics.median(times), min(times)
 

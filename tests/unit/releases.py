@@ -105,6 +105,12 @@ class Upstream(Checkout):
         return path.read_text() if path.exists() else None
 
 
+def only(done):
+    """The one patch of a replay."""
+    [result] = done.patches
+    return result
+
+
 def apply_alone(release: Files, text: str) -> Files:
     """A patch's result on a release; raises if it does not apply with no offset at all."""
     from patchset.series import parse_patch

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from releases import ENGINE, FORWARD, LAST, ROUTE, SOURCE, Upstream, apply_alone, edit, files
+from releases import ENGINE, FORWARD, LAST, ROUTE, SOURCE, Upstream, apply_alone, edit, files, only
 
 from patchset.shadow import File
 
@@ -10,11 +10,6 @@ from patchset.shadow import File
 @pytest.fixture
 def upstream(tmp_path) -> Upstream:
     return Upstream(tmp_path)
-
-
-def only(done):
-    [result] = done.patches
-    return result
 
 
 def test_untouched_surroundings_are_clean_and_need_no_new_patch(upstream):

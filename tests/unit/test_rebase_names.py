@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from releases import ENGINE, FORWARD, LAST, VERSION, Upstream, files
+from releases import ENGINE, FORWARD, LAST, VERSION, Upstream, files, only
 
 from patchset import rebase_names
 
@@ -10,11 +10,6 @@ from patchset import rebase_names
 @pytest.fixture
 def upstream(tmp_path) -> Upstream:
     return Upstream(tmp_path)
-
-
-def only(done):
-    [result] = done.patches
-    return result
 
 
 def test_a_name_that_the_release_does_not_define_is_found_by_scope(upstream):
