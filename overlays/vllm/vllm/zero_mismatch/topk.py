@@ -235,11 +235,14 @@ def _list_marked(words, listed, n, K, LIST: tl.constexpr, WORDS: tl.constexpr):
         word = tl.load(words + index, mask=index * 16 < n, other=0)
         above = word & 0xFFFF
         equal = (word >> 16) & 0xFFFF
-        both = _popcount16(above) + (_popcount16(equal) << 16)
+        # A tile may hold 16 * WORDS = 2**15 equal ones: with them in the upper half the sum has all 32 bits.
+        both = (_popcount16(above) + (_popcount16(equal) << 16)).to(tl.uint32)
         total = tl.sum(both)
         seen = tl.cumsum(both, 0)
-        above_after = above_seen + (total & 0xFFFF) - (seen & 0xFFFF)
-        equal_after = equal_seen + ((total >> 16) & 0xFFFF) - ((seen >> 16) & 0xFFFF)
+        tile_above = (total & 0xFFFF).to(tl.int32)
+        tile_equal = (total >> 16).to(tl.int32)
+        above_after = above_seen + tile_above - (seen & 0xFFFF).to(tl.int32)
+        equal_after = equal_seen + tile_equal - (seen >> 16).to(tl.int32)
         surplus = tl.maximum(_popcount16(equal) - tl.maximum(K - equal_after, 0), 0)
         for _ in range(tl.max(surplus)):  # only the word where the K-th tie lies drops some of its bits, the lowest
             equal = tl.where(surplus > 0, equal & (equal - 1), equal)
@@ -253,8 +256,8 @@ def _list_marked(words, listed, n, K, LIST: tl.constexpr, WORDS: tl.constexpr):
             tl.store(listed + slot, index * 16 + place, mask=(marked > 0) & (slot >= 0))
             marked &= marked - 1
             slot += 1
-        above_seen += total & 0xFFFF
-        equal_seen += (total >> 16) & 0xFFFF
+        above_seen += tile_above
+        equal_seen += tile_equal
     return above_seen + tl.minimum(equal_seen, K)
 
 
