@@ -100,6 +100,19 @@ def test_unfilled_topk_entry_is_masked():
     assert_same_bits(lengths, want[2], "lengths")
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_window_row_without_a_slot_is_masked(kind):
+    """Its row of the workspace is not written in this step, so an index would read what an earlier one left."""
+    case = scene(kind)
+    for token in (1, 6, 8):  # listed from the first tile on, in the middle, behind the top-k part
+        case.window.slots[token, 1] = -1
+    rows, indices, lengths = case.run()
+    want = gather_reference(case.positions, case.request, case.window, case.topk, case.width)
+    assert_same_bits(indices, want[1], "indices")
+    assert_same_bits(lengths, want[2], "lengths")
+    assert rows[indices < 0].isnan().all() and not rows[indices >= 0].isnan().any()
+
+
 def attention(q: torch.Tensor, rows: torch.Tensor, block: int = 64) -> torch.Tensor:
     """Online softmax over blocks of rows in list order with BF16 probabilities, as `flash_mla_sparse_fwd` orders it."""
     top, total, out = torch.tensor(-torch.inf), torch.tensor(0.0), torch.zeros(HEAD_DIM)

@@ -131,7 +131,10 @@ def _gather_kernel(
     lane = tl.arange(0, ROWS)
     column = tile * ROWS + lane
     first_row = token.to(tl.int64) * WIDTH
-    listed = column < length
+    slots = window_ptr + token.to(tl.int64) * window_stride
+    # The window's rows are listed behind the top-k part, whichever tile copies them. One without a slot stays masked.
+    in_window = (column >= topk_len) & (column < length)
+    listed = (column < length) & (tl.load(slots + column - topk_len, mask=in_window, other=0) >= 0)
     if tile * ROWS < TOP_K:
         live = column < topk_len
         if HAS_LIST:
@@ -151,7 +154,7 @@ def _gather_kernel(
     else:
         place = column - TOP_K
         live = place < window_len
-        slot = tl.load(window_ptr + token.to(tl.int64) * window_stride + place, mask=live, other=0)
+        slot = tl.load(slots + place, mask=live, other=0)
         live = live & (slot >= 0)
         out = rows_ptr + (first_row + topk_len + place) * DIM
         _row(
@@ -236,8 +239,7 @@ def gather_reference(
     lengths = torch.zeros(tokens, dtype=torch.int32)
     for t in range(tokens):
         n = int(window.lengths[t])
-        places = [divmod(int(slot), window.cache.shape[1]) for slot in window.slots[t, :n]]
-        cached = [dequantise(window.cache, *place) for place in places]
+        cached = [_window_row(window, int(slot)) for slot in window.slots[t, :n]]
         if topk is not None and n:
             count = min((int(positions[t]) + 1) // topk.ratio, topk.width)
             local = range(count) if topk.local is None else topk.local[t, :count].tolist()
@@ -248,6 +250,10 @@ def gather_reference(
                 rows[t, column] = row
                 indices[t, column] = t * width + column
     return rows, indices, lengths
+
+
+def _window_row(window: Window, slot: int) -> torch.Tensor | None:
+    return None if slot < 0 else dequantise(window.cache, *divmod(slot, window.cache.shape[1]))
 
 
 def _topk_row(topk: TopK, request: int, row: int) -> torch.Tensor | None:
