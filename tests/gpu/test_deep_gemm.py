@@ -74,3 +74,68 @@ def test_output_einsum_row_keeps_its_bits_at_every_number_of_tokens():
     for tokens in BATCHES:
         rows = slice(max(BATCHES) - tokens, None)
         assert_same_bits(project(rows), whole[rows], f"last {tokens} tokens")
+
+
+PAGE, HEADS, INDEX_DIM = 64, 64, 128
+
+
+def _paged_scene():
+    """Queries, a paged cache of FP8 keys with their fp32 scales, and rows of 0 to 700 entries, a few of them empty."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [0 if row % 7 == 3 else 1 + (row * 53) % 700 for row in range(320)]
+    pages = 1 + max(lengths) // PAGE
+    table = torch.randperm(len(lengths) * pages, generator=generator).view(len(lengths), pages).int()
+    keys = torch.randn(table.numel(), PAGE, INDEX_DIM, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(table.numel(), PAGE, generator=generator) + 0.5
+    codes = keys.view(torch.uint8).view(-1, PAGE * INDEX_DIM)
+    cache = torch.cat([codes, scales.view(torch.uint8).view(-1, PAGE * 4)], 1).view(-1, PAGE, 1, INDEX_DIM + 4)
+    q = torch.randn(len(lengths), 1, HEADS, INDEX_DIM, generator=generator).to(torch.float8_e4m3fn)
+    weights = torch.randn(len(lengths), HEADS, generator=generator)
+    return lengths, table, keys, scales, cache.cuda(), q, weights
+
+
+def _paged_logits(rows, scene, invariant, monkeypatch):
+    import vllm.envs as envs
+    from vllm.utils import deep_gemm
+
+    lengths, table, _, _, cache, q, weights = scene
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", invariant, raising=False)
+    context = torch.tensor([[lengths[row]] for row in rows], dtype=torch.int32, device="cuda")
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(context, PAGE, sms)
+    return deep_gemm.fp8_fp4_paged_mqa_logits(
+        (q[rows].cuda(), None), cache, weights[rows].cuda(), context, table[rows].cuda(), schedule, 1024)
+
+
+def _far_from_fp64(row, logits, scene):
+    """Largest error of a row against fp64, relative to its largest score."""
+    lengths, table, keys, scales, _, q, weights = scene
+    n = lengths[row]
+    k = keys[table[row].long()].double().view(-1, INDEX_DIM)[:n] * scales[table[row].long()].double().view(-1, 1)[:n]
+    exact = ((q[row, 0].double() @ k.T).relu() * weights[row].double()[:, None]).sum(0)
+    return float((logits[:n].double().cpu() - exact).abs().max() / exact.abs().max())
+
+
+def test_paged_logits_row_keeps_its_bits_beside_empty_rows(monkeypatch):
+    _deep_gemm()
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the empty-row prefetch is SM90's")
+    scene = _paged_scene()
+    lengths = scene[0]
+    rows = list(range(len(lengths)))
+    together = _paged_logits(rows, scene, True, monkeypatch)
+    for row in [r for r in rows if lengths[r] and r % 3 == 0 or r % 7 == 4]:
+        alone = _paged_logits([row], scene, True, monkeypatch)
+        assert_same_bits(together[row:row + 1, :lengths[row]], alone[:, :lengths[row]], f"row {row}")
+        # FP8 tensor cores keep about 13 bits of a sum; another query's scores would be off by their own size.
+        assert _far_from_fp64(row, together[row], scene) < 2e-3, row
+
+
+def test_stock_paged_logits_give_the_row_after_an_empty_one_another_query(monkeypatch):
+    _deep_gemm()
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the empty-row prefetch is SM90's")
+    scene = _paged_scene()
+    together = _paged_logits(list(range(len(scene[0]))), scene, False, monkeypatch)
+    wrong = [row for row in range(len(scene[0])) if scene[0][row] and _far_from_fp64(row, together[row], scene) > 0.1]
+    assert wrong and all(scene[0][row - 1] == 0 for row in wrong), wrong
