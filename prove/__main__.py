@@ -43,9 +43,10 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--tokens", type=int, default=400, help="sampled tokens in the workload (default 400)")
 
     one = verb("counter", "show that each patch is needed: without it something differs")
-    one.add_argument("--site", type=pathlib.Path, required=True, help="the patched folder; re-patched for every arm")
+    one.add_argument("--site", type=pathlib.Path, required=True, help="the patched folder; every arm works on a copy")
     one.add_argument("--patches", help="only these slugs, comma separated; other rows of the record stay")
     one.add_argument("--tokens", type=int, default=2000, help="sampled tokens in the workload (default 2000)")
+    one.add_argument("--at-once", type=int, default=4, help="engines that run side by side (default 4)")
 
     one = verb("bench", "decode throughput, batch invariance on against off, and the loss by operator")
     one.add_argument("--concurrent", type=int, default=256, help="requests at once (default 256)")
@@ -88,7 +89,7 @@ def run(args, screen: ui.UI) -> dict:
             return bisect.bisect(made, screen, arms=(args.left, args.right), tokens=args.tokens,
                                  invariant=not args.contrast, **common)
         case "counter":
-            return counter.counter(made, screen, site=args.site, tokens=args.tokens,
+            return counter.counter(made, screen, site=args.site, tokens=args.tokens, at_once=args.at_once,
                                    patches=args.patches.split(",") if args.patches else None, **common)
         case "bench":
             return bench.bench(made, screen, concurrent=args.concurrent, prompt_tokens=args.prompt_tokens,

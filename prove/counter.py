@@ -1,18 +1,21 @@
 """`prove counter`: each patch is needed. Without it, and with all the others, something must differ.
 
-For every patch the engine is patched anew without it (apply.py apply --without), started and put through a few cases of
-the rollout. Counted as shown: a case that differs, or an engine that refuses batch invariance at start-up.
-Where the engine notices nothing
-(a patch for other hardware, another layout), the patch's own Counter-Test must pass: it shows the stock code at fault.
-The arm with every patch is `prove rollout`; here it is run once on the same few cases. The site is left fully patched.
+For every patch a copy of the site is patched anew without it (apply.py apply --without), an engine is started on that
+copy and put through a few cases of the rollout. Counted as shown: a case that differs, or an engine that refuses batch
+invariance at start-up. Where the engine notices nothing (a patch for other hardware, another layout), the patch's own
+Counter-Test must pass: it shows the stock code at fault. The arm with every patch runs the same cases on the site
+itself. Several arms run at once; a copy is hard links, and the carrier never writes through one.
 """
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 from prove import cases, record, workload
@@ -35,9 +38,12 @@ def apply(site: pathlib.Path, *arguments: str) -> None:
         raise ValueError(f"apply.py {' '.join(arguments)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
 
 
-def repatch(site: pathlib.Path, without: str | None) -> None:
-    apply(site, "revert")
-    apply(site, "apply", *(["--without", without] if without else []))
+def copy_without(site: pathlib.Path, folder: pathlib.Path, slug: str) -> None:
+    """`folder` becomes a site with the site's vllm, patched with everything but `slug` and what depends on it."""
+    for part in (site / "vllm", *site.glob("vllm-*.dist-info")):
+        shutil.copytree(part, folder / part.name, copy_function=os.link, symlinks=True)
+    apply(folder, "revert")
+    apply(folder, "apply", "--without", slug)
 
 
 def read_patches(root: pathlib.Path = ROOT) -> dict[str, list[str]]:
@@ -97,8 +103,22 @@ def unit_arm(tests: list[str], env: dict[str, str]) -> tuple[bool, str]:
     return done.returncode == 0 and "passed" in last and "skipped" not in last, last
 
 
-def counter(recipe: Recipe, ui: UI, *, site: pathlib.Path, patches: list[str] | None, tokens: int, out: pathlib.Path,
-            logs: pathlib.Path, budget: float, env: dict[str, str], backend: str = "vllm") -> dict:
+def _arm_without(slug: str, counter_tests: list[str], site: pathlib.Path, env: dict[str, str], run) -> dict:
+    """The row of one patch: `run(slug, env)` on a copy of the site without it."""
+    # Beside the site: hard links need one file system.
+    with tempfile.TemporaryDirectory(prefix=f"without-{slug}-", dir=site.parent) as folder:
+        copy_without(site, pathlib.Path(folder), slug)
+        path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        rows, refused, _ = run(slug, env | {"PYTHONPATH": path})
+    state, why = verdict(rows, refused)
+    if state == "unseen":
+        passed, said = unit_arm(counter_tests, env)
+        state, why = ("shown", f"by its Counter-Test: {said}") if passed else ("unseen", f"{why}; {said}")
+    return {"patch": slug, "state": state, "why": why, "rows": rows}
+
+
+def counter(recipe: Recipe, ui: UI, *, site: pathlib.Path, patches: list[str] | None, tokens: int, at_once: int,
+            out: pathlib.Path, logs: pathlib.Path, budget: float, env: dict[str, str], backend: str = "vllm") -> dict:
     known = read_patches()
     if unknown := sorted(set(patches or ()) - set(known)):
         raise ValueError(f"no such patch: {', '.join(unknown)}; there are: {', '.join(known)}")
@@ -107,8 +127,21 @@ def counter(recipe: Recipe, ui: UI, *, site: pathlib.Path, patches: list[str] | 
     earlier = _earlier(kept.path)
     work, deadline = workload.build(tokens, recipe.vocab), time.monotonic() + budget
     chosen = [slug for slug in known if not patches or slug in patches]
-    try:
-        rows, refused, bound = _engine_arm(recipe, ui, work, env, logs, deadline, "with", backend)
+
+    def run(name: str, environment: dict[str, str]):
+        return _engine_arm(recipe, ui, work, environment, logs, deadline, name, backend)
+
+    def without(slug: str) -> dict:
+        if deadline - time.monotonic() < 60:
+            return {"patch": slug, "state": "not run", "why": "out of budget"}
+        try:
+            return _arm_without(slug, known[slug], site, env, run)
+        except EngineError as error:
+            return {"patch": slug, "state": "not run", "why": str(error)}
+
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        whole, arms = pool.submit(run, "with", env), [pool.submit(without, slug) for slug in chosen]
+        rows, refused, bound = whole.result()
         equal = not refused and all(r["state"] == "equal" for r in rows)
         kept.data["engines"]["with"] = {"lock": bound or {"state": "refused"}}
         if earlier.get("lock") == bound:  # rows made against the same lock stay; a lease holds only a few patches
@@ -117,20 +150,10 @@ def counter(recipe: Recipe, ui: UI, *, site: pathlib.Path, patches: list[str] | 
                     kept.row(row)
         kept.row({"patch": WITH_ALL, "state": "equal" if equal else "failed", "why": refused or "", "rows": rows})
         ui.note(f"{WITH_ALL}: {kept.data['rows'][-1]['state']}")
-        for slug in chosen if equal else ():
-            if deadline - time.monotonic() < 60:
-                kept.row({"patch": slug, "state": "not run", "why": "out of budget"})
-                continue
-            repatch(site, slug)
-            rows, refused, _ = _engine_arm(recipe, ui, work, env, logs, deadline, slug, backend)
-            state, why = verdict(rows, refused)
-            if state == "unseen":
-                passed, said = unit_arm(known[slug], env)
-                state, why = ("shown", f"by its Counter-Test: {said}") if passed else ("unseen", f"{why}; {said}")
-            kept.row({"patch": slug, "state": state, "why": why, "rows": rows})
-            ui.note(f"without {slug}: {state}: {why}")
-    finally:
-        repatch(site, None)
+        for arm in concurrent.futures.as_completed(arms):
+            row = arm.result()
+            kept.row(row)
+            ui.note(f"without {row['patch']}: {row['state']}: {row['why']}")
     states = {row["patch"]: row["state"] for row in kept.data["rows"]}
     locked = bool(bound) and bound["state"] == "locked"
     kept.finish(locked and set(states) == {*known, WITH_ALL} and "not run" not in states.values(),

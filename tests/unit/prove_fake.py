@@ -2,9 +2,11 @@
 
 flags["fault"] plants what the harness must notice: "batch" lets a logprob depend on how many requests run together,
 "phase" lets prefill differ from decode in one place, "nan", "lost" (an answer is missing), "hang", "die", "raise",
-"patched differs" (not from a folder named pristine), "unstable" (long prompts answer differently every time).
+"patched differs" (not from a folder named pristine), "unstable" (long prompts answer differently every time). A file
+"fault" in the first folder of PYTHONPATH plants one too.
 """
 import os
+import pathlib
 import struct
 import time
 import zlib
@@ -24,6 +26,9 @@ def _word(prefix: bytes, token: int) -> int:
 class Backend:
     def __init__(self, *, model, flags, weights_script=None, emit=None):
         self.fault, self.vocab = flags.get("fault"), 97
+        planted = pathlib.Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]) / "fault"
+        if planted.is_file():
+            self.fault = planted.read_text()
         self.eager = flags.get("enforce_eager", False)
         invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
         self.rate, self.slow = (900.0, 80.0) if invariant else (1000.0, 50.0)

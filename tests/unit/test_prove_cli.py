@@ -11,7 +11,7 @@ COMMON = {"--help", "--recipe", "--tiny", "--json", "--out", "--logs", "--commit
 OPTIONS = {
     "rollout": {"--cases", "--tokens", "--contrast"},
     "bisect": {"--left", "--right", "--tokens", "--contrast"},
-    "counter": {"--site", "--patches", "--tokens"},
+    "counter": {"--site", "--patches", "--tokens", "--at-once"},
     "bench": {"--concurrent", "--prompt-tokens", "--out-tokens", "--seconds", "--runs"},
     "unchanged": {"--pristine", "--tokens", "--concurrent", "--out-tokens", "--runs"},
     "warm": {"--off"},

@@ -17,26 +17,30 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(counter, "unit_arm", lambda tests, env: (tests == ["t::by-test"], "1 passed"))
     monkeypatch.setattr(counter, "CASES", ("base", "alone"))
     monkeypatch.setattr(record, "bind", lambda folder: {"state": "locked", "entry": "e", "digest": "d"})
-    made = recipe.Recipe("fake", tmp_path, False, {"model": {"path": "m", "vocab": 97}, "engine": {"fault": None}})
+    made = recipe.Recipe("fake", tmp_path, False, {"model": {"path": "m", "vocab": 97}, "engine": {}})
+    site = tmp_path / "site"
+    (site / "vllm").mkdir(parents=True)
 
-    def repatch(site, without):
-        calls.append(without)
-        made.data["engine"]["fault"] = faults.get(without)
-    monkeypatch.setattr(counter, "repatch", repatch)
+    def copy_without(site, folder, slug):
+        calls.append(slug)
+        (folder / "fault").write_text(faults[slug] or "")
+    monkeypatch.setattr(counter, "copy_without", copy_without)
 
     def go(patches=None):
-        data = counter.counter(made, ui.UI(json_only=True), site=tmp_path, patches=patches, tokens=100, out=tmp_path,
-                               logs=tmp_path / "logs", budget=1000.0, env={"FAKE_SITE": str(tmp_path)}, backend=FAKE)
+        data = counter.counter(made, ui.UI(json_only=True), site=site, patches=patches, tokens=100, at_once=2,
+                               out=tmp_path, logs=tmp_path / "logs", budget=1000.0, env={"FAKE_SITE": str(tmp_path)},
+                               backend=FAKE)
         return {row["patch"]: row["state"] for row in data["rows"]}, data
-    go.calls = calls
+    go.calls, go.site = calls, site
     return go
 
 
-def test_each_patch_gets_its_verdict_and_the_site_is_restored(run):
+def test_each_patch_gets_its_verdict_on_a_copy_that_is_gone_afterwards(run):
     states, data = run()
     assert states == {"(all patches)": "equal", "needed": "shown", "refuses": "shown", "breaks": "failed",
                       "unseen": "unseen", "by-test": "shown"}
-    assert run.calls == ["needed", "refuses", "breaks", "unseen", "by-test", None]
+    assert sorted(run.calls) == ["breaks", "by-test", "needed", "refuses", "unseen"]
+    assert [p.name for p in run.site.parent.glob("without-*")] == []
     assert data["complete"] and not data["passed"]
 
 
@@ -75,3 +79,17 @@ def test_a_counter_test_that_is_skipped_shows_nothing(tmp_path):
 def test_the_record_is_json(run, tmp_path):
     run(["unseen"])
     json.loads((tmp_path / "counter-fake.json").read_text())
+
+
+def test_a_copy_shares_the_files_and_leaves_the_site_alone(tmp_path, monkeypatch):
+    site, copy = tmp_path / "site", tmp_path / "copy"
+    for name in ("vllm/big.so", "vllm-0.33.0.dist-info/RECORD"):
+        (site / name).parent.mkdir(parents=True)
+        (site / name).write_text(name)
+    said = []
+    monkeypatch.setattr(counter, "apply", lambda folder, *arguments: said.append((folder, *arguments)))
+    copy.mkdir()
+    counter.copy_without(site, copy, "topk-decode")
+    assert said == [(copy, "revert"), (copy, "apply", "--without", "topk-decode")]
+    assert (copy / "vllm/big.so").samefile(site / "vllm/big.so")
+    assert (copy / "vllm-0.33.0.dist-info/RECORD").read_text() == "vllm-0.33.0.dist-info/RECORD"
