@@ -20,7 +20,8 @@ def parser() -> argparse.ArgumentParser:
     def verb(name: str, text: str) -> argparse.ArgumentParser:
         one = verbs.add_parser(name, help=text, description=text)
         one.add_argument("--recipe", required=True, help="a folder under recipes/")
-        one.add_argument("--tiny", action="store_true", help="the recipe's small model instead of the checkpoint")
+        one.add_argument("--tiny", nargs="?", const="tiny", metavar="SECTION",
+                         help="a small model of the recipe instead of the checkpoint: [tiny], or the section named")
         one.add_argument("--json", action="store_true", help="print the record and nothing else")
         one.add_argument("--out", type=pathlib.Path, default=ROOT / "evidence", help="where the record goes")
         one.add_argument("--logs", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()) / "prove",

@@ -143,9 +143,9 @@ def fitted(tried: dict[str, dict], seconds: float, most: int) -> int:
 def bench(recipe: Recipe, ui: UI, *, concurrent: int, prompt_tokens: int, out_tokens: int, seconds: float, runs: int,
           out: pathlib.Path, logs: pathlib.Path, budget: float, env: dict[str, str], backend: str = "vllm") -> dict:
     settings = recipe.section("bench")
-    subject = recipe.name + ("-tiny" if recipe.tiny else "")
-    kept = record.Record("bench", subject, {"concurrent": concurrent, "prompt_tokens": prompt_tokens,
-                                            "most_out_tokens": out_tokens, "seconds": seconds, "runs": runs}, out)
+    kept = record.Record("bench", recipe.subject, {
+        "concurrent": concurrent, "prompt_tokens": prompt_tokens, "most_out_tokens": out_tokens, "seconds": seconds,
+        "runs": runs}, out)
     deadline = time.monotonic() + budget
     sides = {name: engine_start(recipe, name == "on", settings.get("engine")) for name in ("off", "on")}
     short = requests(concurrent, prompt_tokens, WARM_TOKENS, recipe.vocab)

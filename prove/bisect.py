@@ -73,7 +73,7 @@ def bisect(recipe: Recipe, ui: UI, *, arms: tuple[str, str], tokens: int, invari
            logs: pathlib.Path, budget: float, env: dict[str, str], backend: str = "vllm") -> dict:
     if unknown := [a for a in arms if a not in ARMS]:
         raise ValueError(f"no such arm: {', '.join(unknown)}; there are: {', '.join(ARMS)}")
-    subject = recipe.name + ("-tiny" if recipe.tiny else "")
+    subject = recipe.subject
     work = workload.build(tokens, recipe.vocab)
     kept = record.Record("bisect", subject, {"arms": list(arms), "tokens": tokens, "invariant": invariant}, out)
     functions = recipe.section("bisect").get("functions", [])

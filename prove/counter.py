@@ -122,8 +122,7 @@ def counter(recipe: Recipe, ui: UI, *, site: pathlib.Path, patches: list[str] | 
     known = read_patches()
     if unknown := sorted(set(patches or ()) - set(known)):
         raise ValueError(f"no such patch: {', '.join(unknown)}; there are: {', '.join(known)}")
-    subject = recipe.name + ("-tiny" if recipe.tiny else "")
-    kept = record.Record("counter", subject, {"tokens": tokens, "cases": list(CASES)}, out)
+    kept = record.Record("counter", recipe.subject, {"tokens": tokens, "cases": list(CASES)}, out)
     earlier = _earlier(kept.path)
     work, deadline = workload.build(tokens, recipe.vocab), time.monotonic() + budget
     chosen = [slug for slug in known if not patches or slug in patches]

@@ -232,10 +232,9 @@ def rollout(recipe: Recipe, ui: UI, *, names: list[str] | None, tokens: int, inv
     """Runs the cases and returns the finished record's data."""
     engines = cases.plan(names)
     work = workload.build(tokens, recipe.vocab)
-    subject = recipe.name + ("-tiny" if recipe.tiny else "")
-    kept = record.Record(verb, subject, {"cases": names, "tokens": tokens, "invariant": invariant,
-                                         "sampled_tokens": work.tokens, "requests": len(work.requests)}, out)
-    ui.say(f"{subject}: {len(work.requests)} requests, {work.tokens:,} sampled tokens, "
+    kept = record.Record(verb, recipe.subject, {"cases": names, "tokens": tokens, "invariant": invariant,
+                                                "sampled_tokens": work.tokens, "requests": len(work.requests)}, out)
+    ui.say(f"{recipe.subject}: {len(work.requests)} requests, {work.tokens:,} sampled tokens, "
            f"VLLM_BATCH_INVARIANT={invariant:d}")
     ui.say(line(HEADINGS))
     runner = Runner(recipe, invariant, work, kept, ui, time.monotonic() + budget,

@@ -33,9 +33,8 @@ def stable(work: workload.Workload, answers: list[Answers]) -> list[workload.Req
 def unchanged(recipe: Recipe, ui: UI, *, pristine: pathlib.Path, tokens: int, concurrent: int, out_tokens: int,
               runs: int, out: pathlib.Path, logs: pathlib.Path, budget: float, env: dict[str, str],
               backend: str = "vllm") -> dict:
-    subject = recipe.name + ("-tiny" if recipe.tiny else "")
-    kept = record.Record("unchanged", subject, {"tokens": tokens, "concurrent": concurrent, "out_tokens": out_tokens,
-                                                "runs": runs}, out)
+    kept = record.Record("unchanged", recipe.subject, {
+        "tokens": tokens, "concurrent": concurrent, "out_tokens": out_tokens, "runs": runs}, out)
     deadline = time.monotonic() + budget
     start, environment = engine_start(recipe, False)
     path = os.pathsep.join(filter(None, [str(pristine.resolve()), os.environ.get("PYTHONPATH")]))

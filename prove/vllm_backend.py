@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import tempfile
 import time
 
 import numpy as np
@@ -33,10 +34,12 @@ class Backend:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         emit({"event": "log", "text": f"vllm imported after {time.monotonic() - started:.1f} s"})
-        if weights_script:
-            _replace_dummy_loader(load(weights_script))
-        args = EngineArgs(model=model, disable_log_stats=True, **flags)
-        self.engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+        # A written checkpoint is needed until the engine is built. Each engine writes its own: digests must agree.
+        with tempfile.TemporaryDirectory(prefix="prove-") as folder:
+            if weights_script:
+                model = _small_model(load(weights_script), model, folder)
+            args = EngineArgs(model=model, disable_log_stats=True, **flags)
+            self.engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
         self.budget = self.scheduler.max_num_scheduled_tokens
@@ -261,6 +264,15 @@ def _chosen(logprobs) -> list[float]:
     """The logprob of the sampled (or prompt) token at each position: vLLM puts it first."""
     bounds = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
     return [logprobs.logprobs[start] for start, end in bounds if start < end]
+
+
+def _small_model(script, source: str, folder: str) -> str:
+    """What to load: `source`, its parameters filled by the script, or the checkpoint that the script writes."""
+    if hasattr(script, "fill"):
+        _replace_dummy_loader(script)
+        return source
+    script.write(source, folder)
+    return folder
 
 
 def _replace_dummy_loader(script) -> None:

@@ -22,8 +22,7 @@ DECODES = (1, 4, 5, 16, 17, 32, 33, 64, 65, 128, 129, 256)
 
 def warm(recipe: Recipe, ui: UI, *, out: pathlib.Path, logs: pathlib.Path, budget: float, env: dict[str, str],
          modes: list[bool], backend: str = "vllm") -> dict:
-    subject = recipe.name + ("-tiny" if recipe.tiny else "")
-    kept = record.Record("warm", subject, {"modes": modes}, out)
+    kept = record.Record("warm", recipe.subject, {"modes": modes}, out)
     deadline, complete = time.monotonic() + budget, True
     for invariant in modes:
         if script := recipe.section("precompile").get("script"):

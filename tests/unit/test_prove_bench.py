@@ -26,7 +26,7 @@ def made(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "bind", lambda folder: bind(folder, lock_path=lock))
 
     def make(fault=None, floor=0.88, **settings):
-        return recipe.Recipe("fake", tmp_path, False, {
+        return recipe.Recipe("fake", tmp_path, None, {
             "model": {"path": "m", "vocab": 97}, "engine": {"fault": fault},
             "bench": {"floor": floor, "operators": {"dense": "fp8_gemm", "attention": "mla"}, **settings},
             "precompile": {"script": "jobs.py"}})

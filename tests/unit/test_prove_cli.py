@@ -46,17 +46,17 @@ def test_the_cache_folder_becomes_the_engines_home(tmp_path):
 
 
 def test_both_arms_of_the_recipe_differ_only_where_it_says():
-    made = recipe.load("deepseek-v4", tiny=True)
+    made = recipe.load("deepseek-v4", tiny="tiny")
     on, off = made.environment(True), made.environment(False)
     assert {k for k in on if on[k] != off[k]} == {"VLLM_BATCH_INVARIANT"}
     assert made.engine_flags(True) == made.engine_flags(False)
     assert pathlib.Path(made.model, "config.json").is_file() and made.engine_flags(True)["load_format"] == "dummy"
-    full = recipe.load("deepseek-v4", tiny=False)
+    full = recipe.load("deepseek-v4", tiny=None)
     assert full.weights_script is None and "load_format" not in full.engine_flags(True)
 
 
 def test_each_arm_has_its_own_flags_and_environment(tmp_path):
-    made = recipe.Recipe("x", tmp_path, True, {
+    made = recipe.Recipe("x", tmp_path, "tiny", {
         "tiny": {"engine": {"b": 2}}, "engine": {"a": 1, "b": 1, "on": {"c": 3}, "off": {"b": 9}},
         "env": {"A": "1", "on": {"A": "2"}}})
     assert made.engine_flags(True) == {"a": 1, "b": 2, "c": 3} and made.engine_flags(False) == {"a": 1, "b": 9}
@@ -69,7 +69,7 @@ def test_an_unknown_section_is_refused(tmp_path):
     folder.mkdir(parents=True)
     (folder / "recipe.toml").write_text("[engin]\n")
     with pytest.raises(ValueError, match=r"unknown section \['engin'\]"):
-        recipe.load("x", False, root=tmp_path)
+        recipe.load("x", None, root=tmp_path)
 
 
 def test_a_pipe_gets_no_progress_bar(capsys):

@@ -17,7 +17,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(counter, "unit_arm", lambda tests, env: (tests == ["t::by-test"], "1 passed"))
     monkeypatch.setattr(counter, "CASES", ("base", "alone"))
     monkeypatch.setattr(record, "bind", lambda folder: {"state": "locked", "entry": "e", "digest": "d"})
-    made = recipe.Recipe("fake", tmp_path, False, {"model": {"path": "m", "vocab": 97}, "engine": {}})
+    made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": "m", "vocab": 97}, "engine": {}})
     site = tmp_path / "site"
     (site / "vllm").mkdir(parents=True)
 

@@ -26,7 +26,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "EDGE_CHUNKS", (127, 513))
 
     def go(fault=None, names=None, budget=100.0, tokens=100):
-        made = recipe.Recipe("fake", tmp_path, False, {
+        made = recipe.Recipe("fake", tmp_path, None, {
             "model": {"path": "m", "vocab": 97}, "engine": {"fault": fault}})
         return rollout.rollout(made, ui.UI(json_only=True), names=names, tokens=tokens, invariant=True, out=tmp_path,
                                logs=tmp_path / "logs", budget=budget, env={"FAKE_SITE": str(tmp_path / "site")},

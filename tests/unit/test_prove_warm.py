@@ -8,7 +8,7 @@ FAKE = str(pathlib.Path(__file__).with_name("prove_fake.py"))
 
 def run(tmp_path, fault=None, budget=100.0):
     (tmp_path / "jobs.py").write_text("JOBS = {'one': lambda: None}\n")
-    made = recipe.Recipe("fake", tmp_path, False, {"model": {"path": "m", "vocab": 97}, "engine": {"fault": fault},
+    made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": "m", "vocab": 97}, "engine": {"fault": fault},
                                                    "precompile": {"script": "jobs.py"}})
     return warm.warm(made, ui.UI(json_only=True), out=tmp_path, logs=tmp_path / "logs", budget=budget, modes=[True],
                      env={"FAKE_SITE": str(tmp_path)}, backend=FAKE)

@@ -5,7 +5,7 @@ import torch
 from prove import recipe
 from prove.scripts import load
 
-WEIGHTS = load(recipe.load("deepseek-v4", tiny=True).weights_script)
+WEIGHTS = load(recipe.load("deepseek-v4", tiny="tiny").weights_script)
 FP8 = torch.float8_e4m3fn
 # Names and dtypes as vLLM 0.33.0 builds the model; the shapes are smaller where only the row length matters.
 PARAMETERS = {
