@@ -1,4 +1,6 @@
 """Nemotron-H's start-up policy on stand-in configurations: every violation is listed alone, a good engine passes."""
+import dataclasses
+import sys
 import types
 
 import pytest
@@ -6,7 +8,9 @@ from vllm.zero_mismatch import policy
 from vllm.zero_mismatch.policy import Facts, PolicyError
 from vllm.zero_mismatch.policy_nemotron_h import NEMOTRON_H
 
-HOPPER = Facts(capability=(9, 0), deep_gemm=False, moe_deep_gemm=True)
+HOPPER = Facts(capability=(9, 0), deep_gemm=False, moe_deep_gemm=True)  # humming-kernels is not installed
+QUANTISED = {"model_config__quantization": "modelopt_mixed", "cache_config__cache_dtype": "fp8",
+             "kernel_config__linear_backend": "cutlass", "kernel_config__moe_backend": "humming"}
 
 
 def _config(**changes):
@@ -26,7 +30,7 @@ def _config(**changes):
         cache_config=space(
             use_replayssm=False, mamba_ssm_cache_dtype="float32", mamba_cache_dtype="auto", block_size=16,
             user_specified_block_size=False, prefix_match_unit=None, cache_dtype="auto"),
-        attention_config=space(backend=space(name="FLASH_ATTN")),
+        attention_config=space(backend=space(name="TRITON_ATTN")),
         compilation_config=space(mode=0, custom_ops=["all"]),
         kernel_config=space(linear_backend="auto", linear_backend_per_quant=None, moe_backend="auto"),
     )  # fmt: skip
@@ -66,9 +70,10 @@ BROKEN = {
     "torch.compile": {"compilation_config__mode": 3},
     "custom_ops": {"compilation_config__custom_ops": ["all", "-rms_norm"]},
     "--linear-backend": {"kernel_config__linear_backend": "marlin"},
-    "--moe-backend": {"kernel_config__moe_backend": "marlin"},
+    "--moe-backend": {"kernel_config__moe_backend": "humming"},
+    "Humming": QUANTISED,
     "--dtype": {"model_config__dtype": "torch.float16"},
-    "quantization": {"model_config__quantization": "modelopt_fp4"},
+    "quantization": {**QUANTISED, "model_config__quantization": "modelopt_fp4"},
 }
 
 
@@ -86,7 +91,8 @@ def test_every_rule_has_a_case_here():
 
 @pytest.mark.parametrize("setting", BROKEN)
 def test_each_violation_is_found_alone(setting):
-    assert _settings(_config(**BROKEN[setting])) == [setting]
+    facts = dataclasses.replace(HOPPER, humming="usable") if setting == "quantization" else HOPPER
+    assert _settings(_config(**BROKEN[setting]), facts) == [setting]
 
 
 def test_another_gpu_is_refused():
@@ -96,7 +102,9 @@ def test_another_gpu_is_refused():
 def test_all_violations_come_in_one_error(monkeypatch):
     monkeypatch.setattr(policy, "_facts", lambda: Facts(None, False, False))
     with pytest.raises(PolicyError) as error:
-        policy.enforce(_config(**{path: value for case in BROKEN.values() for path, value in case.items()}))
+        changes = {path: value for case in BROKEN.values() for path, value in case.items()}
+        policy.enforce(_config(**changes | BROKEN["--linear-backend"] | {"kernel_config__moe_backend": "marlin",
+                                                                         "cache_config__cache_dtype": "fp8_e5m2"}))
     text = str(error.value)
     assert len(error.value.violations) == len(NEMOTRON_H.rules)
     for rule in NEMOTRON_H.rules:
@@ -106,9 +114,51 @@ def test_all_violations_come_in_one_error(monkeypatch):
 @pytest.mark.parametrize("changes", [
     {"cache_config__user_specified_block_size": True, "cache_config__block_size": 1024},
     {"cache_config__prefix_match_unit": 256},
-    {"attention_config__backend": types.SimpleNamespace(name="TRITON_ATTN")},
-    {"model_config__quantization": "modelopt_mixed", "cache_config__cache_dtype": "fp8",
-     "kernel_config__moe_backend": "humming"},
-])  # fmt: skip
-def test_aligned_blocks_and_the_quantised_checkpoint_are_welcome(changes):
+    {"kernel_config__moe_backend": "triton"},
+])
+def test_aligned_blocks_are_welcome(changes):
     assert _settings(_config(**changes)) == []
+
+
+USABLE = dataclasses.replace(HOPPER, humming="usable")
+
+
+def test_the_quantised_checkpoint_is_welcome_on_its_proven_kernels():
+    assert _settings(_config(**QUANTISED), USABLE) == []
+
+
+@pytest.mark.parametrize("experts", ["auto", "marlin", "triton", "emulation"])
+def test_quantised_experts_run_on_humming_alone(experts):
+    assert _settings(_config(**QUANTISED | {"kernel_config__moe_backend": experts}), USABLE) == ["--moe-backend"]
+
+
+@pytest.mark.parametrize("linear", ["auto", "marlin", "humming"])
+def test_fp8_projections_run_on_cutlass_alone(linear):
+    assert _settings(_config(**QUANTISED | {"kernel_config__linear_backend": linear}), USABLE) == ["--linear-backend"]
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize("attention", ["FLASH_ATTN", "FLASHINFER"])
+def test_other_attention_is_refused_for_either_cache(cache, attention):
+    changes = {"cache_config__cache_dtype": cache, "attention_config__backend": types.SimpleNamespace(name=attention)}
+    assert _settings(_config(**changes)) == ["--attention-backend"]
+
+
+def _humming(installed=True, **changes):
+    envs = types.SimpleNamespace(VLLM_HUMMING_USE_F16_ACCUM=False, VLLM_HUMMING_INPUT_QUANT_CONFIG=None,
+                                 VLLM_HUMMING_MOE_GEMM_TYPE=None)
+    vars(envs).update(changes)
+    module = types.ModuleType("vllm.utils.import_utils")
+    module.has_humming = lambda: installed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "vllm.utils", types.ModuleType("vllm.utils"))
+        patch.setitem(sys.modules, "vllm.utils.import_utils", module)
+        return policy._humming(envs)
+
+
+def test_humming_is_usable_at_its_defaults_alone():
+    assert _humming() == _humming(VLLM_HUMMING_MOE_GEMM_TYPE="indexed") == "usable"
+    assert _humming(installed=False) == "not installed"
+    assert _humming(VLLM_HUMMING_USE_F16_ACCUM=True) == "VLLM_HUMMING_USE_F16_ACCUM"
+    assert _humming(VLLM_HUMMING_INPUT_QUANT_CONFIG={"dtype": "int8"}) == "VLLM_HUMMING_INPUT_QUANT_CONFIG"
+    assert _humming(VLLM_HUMMING_MOE_GEMM_TYPE="grouped") == "VLLM_HUMMING_MOE_GEMM_TYPE"

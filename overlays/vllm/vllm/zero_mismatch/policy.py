@@ -19,6 +19,7 @@ class Facts:
     capability: tuple[int, int] | None  # of the CUDA device; None on another platform
     deep_gemm: bool  # installed, enabled and usable for dense layers
     moe_deep_gemm: bool  # enabled for experts
+    humming: str = "not installed"  # or "usable", or the setting that changes what its kernels compute
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,16 @@ def violations(config: Any, facts: Facts) -> list[Violation]:
     return [violation for violation in found if violation is not None]
 
 
+def _humming(envs) -> str:
+    from vllm.utils.import_utils import has_humming
+
+    changed = [name for name, kept in (("VLLM_HUMMING_USE_F16_ACCUM", (False,)),
+                                       ("VLLM_HUMMING_INPUT_QUANT_CONFIG", (None, {})),
+                                       ("VLLM_HUMMING_MOE_GEMM_TYPE", (None, "auto", "indexed")))
+               if getattr(envs, name) not in kept]  # fmt: skip
+    return ", ".join(changed) or "usable" if has_humming() else "not installed"
+
+
 def _facts() -> Facts:
     import vllm.envs as envs
     from vllm.platforms import current_platform
@@ -229,6 +240,7 @@ def _facts() -> Facts:
         capability=None if capability is None else (capability.major, capability.minor),
         deep_gemm=is_deep_gemm_supported(),
         moe_deep_gemm=envs.VLLM_MOE_USE_DEEP_GEMM,
+        humming=_humming(envs),
     )
 
 
