@@ -8,11 +8,12 @@ import os
 import types
 
 TOKENS = (1, 4, 8, 16, 32, 64, 65, 96, 128, 129, 192, 256, 257, 320, 512, 513, 640, 1024, 1500, 2048, 3000, 4096, 8192)
-HIDDEN, STREAMS, EXPERTS, TOP_K = 4096, 4, 256, 6
+HIDDEN, STREAMS, EXPERTS = 4096, 4, 256
 DENSE = {  # name: (N, K) of each block-FP8 linear layer
     "qkv_a": (1536, 4096), "q_b": (32768, 1024), "o_b": (4096, 8192), "indexer_q": (8192, 1024),
     "shared_up": (1024, 4096), "shared_down": (4096, 512)}
 GROUPED = {"experts_up": (1024, 4096), "experts_down": (4096, 512)}
+HEIGHTS = (16, 32, 64, 128)  # of the experts' tiles: zero_mismatch/experts_deepgemm.py
 
 
 def _fp8(*shape):
@@ -41,25 +42,17 @@ def _dense(n, k):
         fp8_gemm_nt((_fp8(m, k), _fp32(m, k // 128)), weight, _bf16(m, n))
 
 
-def _grouped(n, k):
+def _grouped(n, k, height):
+    """The routed experts: a binary a tile height, whatever the number of tokens."""
     import torch
-    from vllm.model_executor.layers.fused_moe.deep_gemm_utils import (
-        compute_aligned_M_and_alignment,
-    )
-    from vllm.utils.deep_gemm import (
-        get_mk_alignment_for_contiguous_layout,
-        m_grouped_fp8_gemm_nt_contiguous,
-        mk_alignment_scope,
-    )
+    from vllm.utils.deep_gemm import m_grouped_fp8_gemm_nt_contiguous, mk_alignment_scope
 
     weight = (_fp8(EXPERTS, n, k), _fp32(EXPERTS, n // 128, k // 128))
-    for tokens in TOKENS:
-        rows, align = compute_aligned_M_and_alignment(
-            M=tokens, num_topk=TOP_K, local_num_experts=EXPERTS,
-            alignment=get_mk_alignment_for_contiguous_layout()[0], expert_tokens_meta=None)
-        owner = torch.zeros(rows, device="cuda", dtype=torch.int32)
-        with mk_alignment_scope(align):
-            m_grouped_fp8_gemm_nt_contiguous((_fp8(rows, k), _fp32(rows, k // 128)), weight, _bf16(rows, n), owner)
+    ends = torch.zeros(EXPERTS, device="cuda", dtype=torch.int32)
+    with mk_alignment_scope(height):
+        m_grouped_fp8_gemm_nt_contiguous(
+            (_fp8(height, k), _fp32(height, k // 128)), weight, _bf16(height, n), ends, use_psum_layout=True,
+            expected_m_for_psum_layout=height)
 
 
 def _prenorm(k):
@@ -131,12 +124,14 @@ def _mhc(kind, tokens):
 # One token count for each split that 132 SMs give; batch invariant there is one split, so one count is enough.
 SPLITS = (64, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 1024, 1152, 1408, 1664, 2112, 2816, 4224,
           8192)
-STEPS = SPLITS[-1:] if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else SPLITS
+INVARIANT = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+STEPS = SPLITS[-1:] if INVARIANT else SPLITS
 JOBS = {
     **{f"mhc-{kind}-{tokens}": functools.partial(_mhc, kind, tokens) for tokens in reversed(STEPS)
        for kind in ("pre", "broadcast") if kind == "pre" or tokens == 64 or tokens > 512},
     **{f"mhc-{kind}": functools.partial(_mhc, kind, 0) for kind in ("post", "fused", "head")},
-    **{f"grouped-{name}": functools.partial(_grouped, *shape) for name, shape in GROUPED.items()},
+    **{f"grouped-{name}-{height}": functools.partial(_grouped, *shape, height) for name, shape in GROUPED.items()
+       for height in HEIGHTS if INVARIANT},  # without batch invariance the experts are Triton's
     "prenorm": functools.partial(_prenorm, STREAMS * HIDDEN),
     "prenorm-broadcast": functools.partial(_prenorm, HIDDEN),
     **{f"dense-{name}": functools.partial(_dense, *shape) for name, shape in DENSE.items()},

@@ -7,15 +7,31 @@ Why it holds: DeepGEMM's grouped kernels accumulate each row over K in blocks of
 whatever tile the row lies in, so the masked layout, the contiguous one, the place within an expert and the number of
 rows do not enter. Upstream picks Triton on SM90 (fused_moe/oracle/fp8.py:125) and, even when asked for DeepGEMM, Triton
 below 128 tokens or at N <= 512 (experts/triton_deep_gemm_moe.py:73, deep_gemm_moe.py:67); those are other arithmetics.
-The row that a token gets within its expert comes from an atomic counter (deep_gemm_utils.py:236), which moves rows, not
-values; `ep_gather` then adds slot 0, 1, 2, ... in fp32 (deep_gemm_utils.py:250).
+`experts_permute` lays the rows out; `ep_gather` then adds slot 0, 1, 2, ... in fp32 (deep_gemm_utils.py:250).
+
+Tile height. On SM90 DeepGEMM's contiguous kernel has tiles exactly as high as the alignment that experts start at
+(csrc/jit_kernels/heuristics/sm90.hpp, get_layout_candidates), and loads and stores whole tiles. Upstream aligns to 128
+rows, so at 6 rows an expert the padding moves more bytes than the rows. Below 64 rows the tensor cores' 64 rows read
+past the tile, into values that are not stored (impls/sm90_fp8_gemm_1d2d.cuh, do_wgmma_store); DeepGEMM does the same
+for its dense products of up to 32 rows. A row's sum over K is the same instructions at every height, so the height may
+follow the step's tokens; tests/gpu/test_experts_layout.py holds it to that.
 """
 import torch
+
+# Tile heights, by the rows that an expert gets on average: a height serves up to 0.8 of itself, so that most experts
+# fill one tile and read their weights once. 128 serves the rest.
+TILE_HEIGHTS = ((16, 12), (32, 25), (64, 51))
+TALLEST = 128
 
 # The masked GEMM tunes its tile to the expected rows of an expert. Upstream derives it from the step's tokens and bakes
 # it into the captured graph (experts/batched_deep_gemm_moe.py:385). One decode step of 256 requests, top-6 of 256
 # experts, gives 6 rows an expert and a prefill step a few hundred; 64 is DeepGEMM's smallest SM90 tile.
 MASKED_EXPECTED_M = 64
+
+
+def tile_height(slots: int, experts: int) -> int:
+    """Rows that each expert's place is rounded up to, for `slots` (tokens times top-k) spread over `experts`."""
+    return next((height for height, most in TILE_HEIGHTS if slots <= most * experts), TALLEST)
 
 
 def expected_m(capacity: int) -> int:

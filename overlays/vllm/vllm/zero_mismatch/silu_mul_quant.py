@@ -138,13 +138,15 @@ def _launch(
     experts = 1 if bounds is None else bounds.shape[0]
     power_of_two, packed = SCALE_FORMATS[scale_format]
     columns = triton.cdiv(hidden, GROUPS * GROUP)
-    most = triton.cdiv(capacity if bounds is not None and not alignment else len(rows), ROWS)
+    masked = bounds is not None and not alignment
+    # Packed experts get the programs that the average expert needs; those of a fuller one loop.
+    most = triton.cdiv(capacity if masked else triton.cdiv(len(rows), experts), ROWS)
     tiles = min(most, max(1, MAX_PROGRAMS // (columns * experts)))
     _gated_silu_quant_kernel[(tiles, columns, experts)](
         rows, codes, scales, rows if bounds is None else bounds,
         len(rows), capacity, scales.stride(0) if scales.ndim == 3 else 0, scales.stride(-1),
         0.0 if limit is None else limit, alpha, beta,
-        HIDDEN=hidden, MASKED=bounds is not None and not alignment, ALIGNMENT=alignment, CLAMP=limit is not None,
+        HIDDEN=hidden, MASKED=masked, ALIGNMENT=alignment, CLAMP=limit is not None,
         POWER_OF_TWO=power_of_two, PACKED=packed, EPS=EPS, FP8_MAX=FP8_MAX, ROWS=ROWS, GROUPS=GROUPS, GROUP=GROUP,
         num_warps=NUM_WARPS,
     )
