@@ -1,25 +1,80 @@
-"""On the GPU: the Top-K cases of tests/kernels, graphs, repeated runs, and vLLM's own kernels beside ours."""
+"""On the GPU: the Top-K cases of tests/kernels, graphs, repeated runs, and vLLM's own kernels beside ours.
+
+Widths are multiples of 16: each other stride would compile another binary of Triton's kernels. Odd ones are a case of
+tests/kernels/test_topk.py.
+"""
 import functools
+import json
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
-from topk_cases import SCORES, as_lengths, assert_same_bits, check, launchers, misleading, normal, select
+from topk_cases import NAN, SCORES, as_lengths, assert_same_bits, check, launchers, misleading, normal, select
 
 from vllm.zero_mismatch import topk, topk_cuda
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
+# A binary each, but for the second of a pair, which adds another marking kernel: [K, width, several CTAs a row].
+FORMS = [[], [[512, 800, False]], [[2048, 8208, False]],
+         [[512, 8208, True], [512, 40000, True]], [[2048, 8208, True], [2048, 40000, True]],
+         *([[k, width, split]] for k, width in ((512, 131072), (2048, 131072), (2048, 1 << 20))
+           for split in (False, True))]
 
-@pytest.mark.parametrize("kind", SCORES)
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    if torch.cuda.is_available():
+        program = pathlib.Path(__file__).with_name("compile_topk.py")
+        running = [subprocess.Popen([sys.executable, program, json.dumps(forms)]) for forms in FORMS]
+        assert not any([process.wait() for process in running])
+
+
+def _padded(rows):
+    """[rows, width] with NaN behind each row's scores, and their number."""
+    width = -(-max(map(len, rows)) // 16) * 16
+    logits = torch.full((len(rows), width), NAN, device="cuda")
+    for row, scores in enumerate(rows):
+        logits[row, :len(scores)] = scores
+    return logits, as_lengths(*map(len, rows))
+
+
+@functools.cache
+def _every_kind(n):
+    return _padded([make(n) for make in SCORES.values()])
+
+
 @pytest.mark.parametrize("n", [787, 8192, 8193, 40000, 131072])
 @pytest.mark.parametrize("k", [512, 1024, 2048])
-def test_equals_the_sorted_composite_key(kind, n, k):
-    check(SCORES[kind](n)[None], as_lengths(n), k, f"{kind} {n} {k}")
+def test_equals_the_sorted_composite_key(n, k):
+    check(*_every_kind(n), k, f"{n} {k}, a row each of {', '.join(SCORES)}:")
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside another stream"])
+def test_no_length_of_one_step_rows_slips_in_a_million_decisions(busy):
+    """513 to 786 scores, K = 512: what decode sees of 2,052 to 3,147 tokens, decided by one CTA in one piece."""
+    logits, lengths = _padded([make(n) for n in range(513, 787) for make in SCORES.values()])
+    want = topk.top_k_reference(logits, lengths, 512)
+    out = torch.empty_like(want)
+    scratch = torch.full((512, topk.scratch_shape(logits.shape[1])[1]), -1, dtype=torch.int32, device="cuda")
+    side, square = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    for launch in launchers():
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for turn in range(-(-1_000_000 // len(lengths))):
+            if busy:
+                with torch.cuda.stream(side):
+                    square @ square
+            out.fill_(-7)
+            launch(logits, lengths, out, scratch, split=turn % 2 == 0)
+            wrong += (out != want).any(1).sum()
+        assert int(wrong) == 0, f"{launch.__name__}: {int(wrong)} rows of a million"
 
 
 @pytest.mark.parametrize("high", [False, True])
 def test_misleading_sample_is_still_exact(high):
-    for n in (10500, 131072):
+    for n in (10496, 131072):
         check(misleading(n, high)[None], as_lengths(n), 2048)
 
 
@@ -42,7 +97,7 @@ def test_many_rows_in_turns():
 def test_cuda_equals_triton_on_every_length():
     if not topk_cuda.supports(torch.device("cuda")):
         pytest.skip("needs a GPU with clusters (SM90)")
-    for rows, width, k in ((3000, 2500, 512), (600, 20000, 1024), (200, 140000, 2048)):
+    for rows, width, k in ((3000, 2512, 512), (600, 12000, 1024), (200, 131072, 2048)):
         scores, lengths = _batch(rows, width)
         for split in (False, True):
             ours = select(scores, lengths, k, split=split)
@@ -50,10 +105,28 @@ def test_cuda_equals_triton_on_every_length():
             assert_same_bits(ours, theirs, f"{rows} rows of {width} split={split}")
 
 
+def test_launches_on_several_streams_do_not_meet():
+    """The CUDA kernel has no workspace; Triton's has one for each caller."""
+    batches = [_batch(40, 40000, seed) for seed in range(4)]
+    want = [topk.top_k_reference(*batch, 512) for batch in batches]
+    streams = [torch.cuda.Stream() for _ in batches]
+    outs = [[torch.full_like(wanted, -7) for _ in range(20)] for wanted in want]
+    scratch = [torch.full((64, topk.scratch_shape(40000)[1]), -1, dtype=torch.int32, device="cuda") for _ in batches]
+    torch.cuda.synchronize()
+    for turn in range(20):
+        for number, batch in enumerate(batches):
+            with torch.cuda.stream(streams[number]):
+                topk.top_k(*batch, outs[number][turn], scratch[number], split=True)
+    torch.cuda.synchronize()
+    for number, wanted in enumerate(want):
+        for turn in range(20):
+            assert_same_bits(outs[number][turn], wanted, f"stream {number}, launch {turn}")
+
+
 def test_a_row_of_the_output_ends_where_the_next_buffer_begins():
-    scores, lengths = _batch(40, 3000)
-    buffer = torch.full((40, 700), -7, dtype=torch.int32, device="cuda")
-    scratch = torch.empty(40, topk.scratch_shape(3000)[1], dtype=torch.int32, device="cuda")
+    scores, lengths = _batch(40, 2512)
+    buffer = torch.full((40, 704), -7, dtype=torch.int32, device="cuda")
+    scratch = torch.empty(40, topk.scratch_shape(2512)[1], dtype=torch.int32, device="cuda")
     for launch in launchers():
         launch(scores, lengths, buffer[:, 50:562], scratch)
         assert_same_bits(buffer[:, 50:562], topk.top_k_reference(scores, lengths, 512))
@@ -62,19 +135,20 @@ def test_a_row_of_the_output_ends_where_the_next_buffer_begins():
 
 def test_hundred_runs_give_the_same_bits():
     scores, lengths = _batch(64, 40000)
-    first = select(scores, lengths, 2048, split=True, slots=64)
-    for _ in range(100):
-        assert_same_bits(select(scores, lengths, 2048, split=True, slots=64), first, "run to run")
+    for launch in launchers():
+        first = select(scores, lengths, 2048, split=True, slots=64, launch=launch)
+        for _ in range(100):
+            assert_same_bits(select(scores, lengths, 2048, split=True, slots=64, launch=launch), first, "run to run")
 
 
 def test_prefill_equals_decode():
     """A causal chunk of one request against the same rows decoded one at a time in a padded batch."""
-    scores, _ = _batch(300, 9300)
+    scores, _ = _batch(300, 9312)
     lengths = torch.arange(9001, 9301, dtype=torch.int32, device="cuda")
     prefill = select(scores, lengths, 512)
     for row in (0, 1, 150, 299):
         crowd, crowd_lengths = _batch(33, 16384, seed=row)
-        crowd[7, :9300], crowd_lengths[7] = scores[row], lengths[row]
+        crowd[7, :9312], crowd_lengths[7] = scores[row], lengths[row]
         assert_same_bits(select(crowd, crowd_lengths, 512, split=True, slots=33)[7], prefill[row], f"row {row}")
 
 

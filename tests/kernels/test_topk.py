@@ -1,10 +1,19 @@
 """Deterministic Top-K against its PyTorch reference; on a CPU machine through Triton's interpreter."""
-import sys
-import types
-
 import pytest
 import torch
-from topk_cases import DEVICE, INF, NAN, SCORES, as_lengths, assert_same_bits, check, misleading, normal, select
+from topk_cases import (
+    DEVICE,
+    INF,
+    NAN,
+    SCORES,
+    as_lengths,
+    assert_same_bits,
+    check,
+    misleading,
+    normal,
+    select,
+    stub_workspaces,
+)
 
 from vllm.zero_mismatch import indexer_topk, topk
 
@@ -132,25 +141,9 @@ def test_short_context_fill_equals_top_k():
     assert bool((filled[7] == -7).all()), "rows beyond the tokens are left alone"
 
 
-class _Manager:
-    def __init__(self):
-        self.resources = {}
-
-    def get_persistent_resource(self, key, factory):
-        return self.resources.setdefault(key, factory())
-
-
 @pytest.fixture
 def workspace(monkeypatch):
-    """vLLM's workspace manager, which the CPU machine does not have."""
-    manager = _Manager()
-    module = types.ModuleType("vllm.v1.worker.workspace")
-    module.current_workspace_manager = lambda: manager
-    for name in ("vllm.v1", "vllm.v1.worker"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.workspace", module)
-    monkeypatch.setattr(topk, "SLOTS", 4)
-    return manager
+    return stub_workspaces(monkeypatch, slots=4)
 
 
 def test_decode_and_prefill_agree_and_share_one_workspace(workspace):

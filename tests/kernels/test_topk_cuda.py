@@ -169,6 +169,25 @@ def test_more_ctas_for_long_rows_fewer_for_many():
     assert topk_cuda._cluster(4096, 131072, False) == 8
 
 
+@pytest.mark.parametrize("kind,hip,capability,supported", [
+    ("cuda", None, (9, 0), True), ("cuda", None, (10, 3), True), ("cuda", None, (8, 9), False),
+    ("cuda", "6.4", (9, 4), False), ("cpu", None, None, False),
+])
+def test_the_gpu_alone_decides_who_runs_it(kind, hip, capability, supported, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert topk_cuda.supports.__wrapped__(torch.device(kind)) is supported
+
+
+@cpu_only
+def test_a_gpu_without_the_compiler_is_an_error_that_names_the_remedy(monkeypatch):
+    for name in ("cuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    with pytest.raises(RuntimeError, match="pip install cuda-bindings"):
+        topk_cuda.prepare(torch.device("cuda", 0))
+
+
 class _Driver(types.ModuleType):
     """Stands for cuda.bindings.driver: takes the arguments of a launch as the driver would."""
 

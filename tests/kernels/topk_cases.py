@@ -1,5 +1,9 @@
-"""Scores that are hard for a Top-K, and the bitwise check, shared by tests/kernels and tests/gpu."""
+"""Scores that are hard for a Top-K, the bitwise check, and vLLM's workspace manager where there is no vLLM; shared by
+tests/kernels, tests/gpu and tests/upstream.
+"""
 import functools
+import sys
+import types
 
 import torch
 
@@ -94,3 +98,28 @@ def misleading(n, high):
     scores = normal(n) - 100 if high else normal(n).abs() + 100
     scores[sampled_columns(n)] = normal(topk._sample_size(n)).abs() * (1 if high else -1)
     return scores
+
+
+class _Workspaces:
+    """vLLM's workspace manager: named objects that stay, and views of one buffer."""
+
+    def __init__(self):
+        self.resources = {}
+
+    def get_persistent_resource(self, key, factory):
+        return self.resources.setdefault(key, factory())
+
+    def get_simultaneous(self, *specs):
+        return [torch.zeros(shape, dtype=dtype) for shape, dtype in specs]
+
+
+def stub_workspaces(monkeypatch, slots):
+    """Put a manager where `indexer_topk` looks for vLLM's, with `slots` rows in flight. Returns it."""
+    manager = _Workspaces()
+    module = types.ModuleType("vllm.v1.worker.workspace")
+    module.current_workspace_manager = lambda: manager
+    for name in ("vllm.v1", "vllm.v1.worker"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.workspace", module)
+    monkeypatch.setattr(topk, "SLOTS", slots)
+    return manager

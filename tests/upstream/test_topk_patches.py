@@ -1,9 +1,9 @@
 """The two arms of the Top-K patches: each test runs upstream's own function, as released and as patched."""
-import sys
 import types
 
 import pytest
 import torch
+from topk_cases import stub_workspaces
 from upstream_source import define, patched, stock
 
 from vllm.zero_mismatch import indexer_topk, topk
@@ -16,29 +16,9 @@ COOPERATIVE = "vllm/models/deepseek_v41/nvidia/specialized_decode/attention/cand
 K = 8
 
 
-class _Manager:
-    """vLLM's workspace manager: views of one buffer, and named objects that stay."""
-
-    def __init__(self):
-        self.resources = {}
-
-    def get_persistent_resource(self, key, factory):
-        return self.resources.setdefault(key, factory())
-
-    def get_simultaneous(self, *specs):
-        return [torch.zeros(shape, dtype=dtype) for shape, dtype in specs]
-
-
 @pytest.fixture
 def manager(monkeypatch):
-    manager = _Manager()
-    module = types.ModuleType("vllm.v1.worker.workspace")
-    module.current_workspace_manager = lambda: manager
-    for name in ("vllm.v1", "vllm.v1.worker"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.workspace", module)
-    monkeypatch.setattr(topk, "SLOTS", 2)
-    return manager
+    return stub_workspaces(monkeypatch, slots=2)
 
 
 class _Called(Exception):

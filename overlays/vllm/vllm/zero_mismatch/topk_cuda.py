@@ -8,16 +8,25 @@ Compiled by NVRTC and launched through cuda.bindings, both of which torch's CUDA
 serving image often has no nvcc. Once a machine: the cubin is kept under vLLM's cache folder, named by source, settings,
 architecture and compiler. `prepare` loads it, so that a launch compiles, loads and allocates nothing, waits for nobody
 and may be captured in a graph.
+
+`supports` looks at the GPU alone, so every process on it takes the same kernel. What a GPU with clusters then lacks to
+compile it is an error at start-up, never another kernel. The two give the same bits (tests/gpu/test_topk.py).
+
+Any number of launches may run at once, on any streams: a row's state lives in the shared memory of its cluster, and
+nothing in global memory is written but its own K words of `out`.
 """
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import pathlib
 import struct
 import tempfile
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 SOURCE = pathlib.Path(__file__).with_name("topk.cu")
 MAX_WIDTH = 1 << 24  # a position has two digits of 12 bits
@@ -89,7 +98,8 @@ def _cubin(architecture: str, bf16: bool) -> bytes:
 
 @functools.cache
 def supports(device: torch.device) -> bool:
-    return False
+    """Whether `topk.top_k` runs here: on every NVIDIA GPU with clusters, and on no other."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
@@ -105,15 +115,21 @@ def _kernels(index: int, bf16: bool) -> dict:
         for cluster in CLUSTERS:
             kernel = _call(driver.cuLibraryGetKernel, library, f"topk_exact_{cluster}".encode())
             kernels[cluster] = _call(driver.cuKernelGetFunction, kernel)
+    logger.info("Indexer Top-K: topk.cu for sm_%d%d, %s scores", major, minor, "bf16" if bf16 else "fp32")
     return kernels
 
 
 def prepare(device: torch.device) -> None:
     """Compile and load, which a stream under capture refuses. DeepGEMM's scores are fp32, on SM100 also bf16."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    _kernels(index, False)
-    if torch.cuda.get_device_capability(index) >= (10, 0):
-        _kernels(index, True)
+    try:
+        _kernels(index, False)
+        if torch.cuda.get_device_capability(index) >= (10, 0):
+            _kernels(index, True)
+    except ImportError as error:
+        raise RuntimeError(f"indexer Top-K: found no cuda.bindings ({error}), expected the one that torch "
+                           f"{torch.__version__} requires, to compile topk.cu with NVRTC: pip install cuda-bindings of "
+                           f"CUDA {torch.version.cuda}") from error
 
 
 def _cluster(rows: int, width: int, split: bool) -> int:
