@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
 """zero-mismatch: carry the patches. `apply.py apply` does the main job; `apply.py VERB --help` explains the rest.
 
-Exit codes: 0 done, 1 needs work, 2 usage, 3 conflict, 4 dirty target, 5 lock mismatch.
+Exit codes: 0 done, 1 needs work, 2 usage, 3 conflict, 4 dirty target, 5 lock mismatch, 130 interrupted.
 """
-from __future__ import annotations
+import signal
+import sys
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports below ends us without a traceback
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit("zero-mismatch needs Python 3.11 or newer; this is " + sys.version.split()[0])
 
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
-
-if sys.version_info < (3, 11):  # noqa: UP036
-    sys.exit("zero-mismatch needs Python 3.11 or newer; this is " + sys.version.split()[0])
 
 from patchset import pins as pin_file
 from patchset.errors import NeedsWork, PatchsetError
@@ -21,6 +24,7 @@ from patchset.ui import Result, refusal
 
 ROOT = Path(__file__).resolve().parent
 JSON_SCHEMA = 1
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def verb_fetch(args, pins) -> Result:
@@ -77,7 +81,7 @@ def verb_refresh(args, pins) -> Result:
     """Take edits made in a patched tree back into a patch, and rebase the patches after it."""
     from patchset import edit
 
-    return edit.refresh(ROOT, pins, args.upstream, args.slug, args.tree)
+    return edit.refresh(ROOT, pins, args.upstream, args.slug, args.tree, args.add)
 
 
 def verb_export(args, pins) -> Result:
@@ -88,14 +92,14 @@ def verb_export(args, pins) -> Result:
 
 
 def verb_rebase(args, pins) -> Result:
-    """Replay the series on another release and give a verdict a patch."""
+    """Replay the series on another release and give a verdict a patch (for vLLM, in about half a minute)."""
     from patchset import rebase
 
     return rebase.run(ROOT, pins, args.upstream, args.to, args.out, args.install)
 
 
 def verb_report(args, pins) -> Result:
-    """The series as a table: cause, size, tests, evidence."""
+    """The series as a table (cause, size, tests, counter-proof), and the records of evidence/."""
     from patchset import report
 
     return report.run(ROOT, pins, args.version)
@@ -175,6 +179,9 @@ def parser() -> argparse.ArgumentParser:
         made[verb].add_argument("--upstream", default="vllm", metavar="NAME", help="default: vllm")
     made["refresh"].add_argument("--from", dest="tree", type=Path, metavar="DIR",
                                  help="the edited tree (default: build/…)")
+    made["refresh"].add_argument("--add", action="append", metavar="PATH",
+                                 help="an edited file that the patch does not touch yet; without it such edits stay "
+                                      "in the tree")
     made["export"].add_argument("--check", action="store_true", help="write nothing; exit 1 if anything would change")
     made["rebase"].add_argument("--to", required=True, metavar="VERSION", help="the release to move to")
     made["rebase"].add_argument("--out", type=Path, metavar="DIR", help="where proposals and conflicts go")
@@ -187,20 +194,28 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The exit code. Ctrl-C is one line and a code of its own, whenever it comes."""
+    try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return _main(argv)
+    except KeyboardInterrupt:
+        return _write(sys.stderr, "interrupted; apply.py status says where each target stands", INTERRUPTED)
+
+
+def _main(argv: list[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a caller's StringIO needs none
             stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end in a traceback
-    args = parser().parse_args(argv)
+    try:
+        args = parser().parse_args(argv)
+    except SystemExit as left:  # after --help or a usage error, which argparse has written
+        sys.exit(_write(sys.stdout, "", left.code))
     try:
         result = _run(args)
     except PatchsetError as error:
-        _print(args, {"error": error.as_json()}, error.exit_code, refusal(error), sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; apply.py status says where each target stands", file=sys.stderr)
-        return 1
-    _print(args, result.data, result.code, result.lines, sys.stdout)
-    return result.code
+        return _print(args, {"error": error.as_json()}, error.exit_code, refusal(error), sys.stderr)
+    return _print(args, result.data, result.code, result.lines, sys.stdout)
 
 
 def _run(args) -> Result:
@@ -213,16 +228,28 @@ def _run(args) -> Result:
                                "apply.py status says where each target stands") from error
 
 
-def _print(args, data: dict, code: int, lines: list[str], stream) -> None:
-    if args.json:
-        stream = sys.stdout
-        text = json.dumps({"schema": JSON_SCHEMA, "verb": args.verb, "exit": code, **data}, indent=1)
-    else:
-        text = "\n".join(lines)
+def _print(args, data: dict, code: int, lines: list[str], stream) -> int:
+    if not args.json:
+        return _write(stream, "\n".join(lines), code)
+    return _write(sys.stdout, json.dumps({"schema": JSON_SCHEMA, "verb": args.verb, "exit": code, **data}, indent=1),
+                  code)
+
+
+def _write(stream, text: str, code: int) -> int:
+    """Write all of it now. The code, or that of an answer that did not reach its reader."""
+    if stream is None:  # closed by the caller (>&-), who wants to hear nothing
+        return code
     try:
         print(text, end="\n" if text else "", file=stream, flush=True)
+        return code
     except BrokenPipeError:  # the reader has seen enough: apply.py report | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        failed = code
+    except OSError as error:
+        failed = code or NeedsWork.exit_code
+        if stream is sys.stdout:
+            _write(sys.stderr, f"the answer could not be written: {error.strerror}", failed)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is left in its buffer goes nowhere
+    return failed
 
 
 if __name__ == "__main__":

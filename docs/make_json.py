@@ -41,7 +41,8 @@ Made by `docs/make_json.py`, which ran every example on a toy upstream (long str
 ENVELOPE = {
     "schema": "version of this format",
     "verb": "the verb that ran",
-    "exit": "its exit code: 0 done, 1 needs work, 2 usage, 3 conflict, 4 dirty target, 5 lock mismatch",
+    "exit": "its exit code: 0 done, 1 needs work, 2 usage, 3 conflict, 4 dirty target, 5 lock mismatch. "
+            "One that was interrupted prints no object and exits 130",
 }
 ERROR = {
     "error.kind": "`needs-work`, `usage`, `conflict`, `dirty` or `lock-mismatch`",
@@ -57,14 +58,16 @@ TARGETS = {
     "targets[].root": "the target's folder, absolute",
     "targets[].kind": "`tree` (source) or `site` (installed)",
     "targets[].version": "the release",
-    "targets[].done": "plan, status, verify: `pristine`, `applied` or `refused`; apply: `applied` or `unchanged`; "
+    "targets[].done": "plan, status, verify: `pristine`, `applied` or `refused`; plan of a target still to be made: "
+                      "`absent` (tried on the archive in the cache) or `unfetched` (no archive: from the lock alone); "
+                      "apply: `applied` or `unchanged`; "
                       "revert: `reverted` or `unchanged`; recover: `recovered to applied`, `recovered to pristine` or "
                       "`unchanged`",
     "targets[].lock": "digest of the lock's entry",
     "targets[].tree": "git tree id of the paths after the patches",
     "targets[].patches[]": "slugs of the entry",
     "targets[].paths.<path>": "as it was found, so before apply wrote: `pristine`, `applied`, `older`, `partial`, "
-                              "`edited` or `missing`",
+                              "`edited`, `missing` or `unfetched`",
     "targets[].offsets.<slug>[].path": "a hunk that applied away from where the patch says",
     "targets[].offsets.<slug>[].hunk": "its number in that file",
     "targets[].offsets.<slug>[].line": "the line it applied at",
@@ -90,7 +93,9 @@ FIELDS: dict[str, dict[str, str]] = {
     "new": {"draft": "the file to fill in"},
     "refresh": {
         "patch": "the patch that took the edits; null if only the overlay did",
-        "edited[]": "edited paths, as the upstream names them", "written[]": "files written in the checkout",
+        "edited[]": "edited paths that were taken, as the upstream names them",
+        "written[]": "files written in the checkout",
+        "left.<path>": "an edited or new file that was not taken and stays in the tree as it is, and why",
     },
     "export": {
         "changed[]": "files that were, or with --check are, not canonical",
@@ -136,6 +141,9 @@ FIELDS: dict[str, dict[str, str]] = {
             "load_bearing": "yes or no, and why", "evidence[].record": "a record that speaks of the patch",
             "evidence[].state": "what `prove counter` found without it: shown, unseen, failed, not run",
             "evidence[].current": "whether today's lock made it"}.items()},
+        "records[].record": "a file of evidence/", "records[].verb": "the proof that wrote it",
+        "records[].subject": "of which recipe or part",
+        "records[].why_not": "why it bears out no claim; empty if it does",
     },
     "lint": {
         "findings[].path": "file", "findings[].line": "line, from 1", "findings[].rule": "rule (docs/patches.md)",
@@ -144,7 +152,8 @@ FIELDS: dict[str, dict[str, str]] = {
     },
     "why": {
         "path": "the path asked about, as the upstream names it", "overlay": "whether it is a module of ours",
-        "imported_by[]": "patches whose hooks import it", "near[]": "paths that may be meant, if nothing touches it",
+        "imported_by[]": "patches whose hooks import it",
+        "near[]": "other paths that may be meant, if nothing touches it",
         **{f"patches[].{name}": meaning for name, meaning in PATCH_HEAD.items()},
         "patches[].imports[]": "overlay modules that its hooks import",
         "patches[].files[].path": "a touched path", "patches[].files[].imports[]": "overlay modules imported there",
@@ -193,7 +202,7 @@ def scenes(root: Path) -> Iterator[Scene]:
     yield run(target, "recover", shown=False)
     yield run("why", "why", "toy/router.py")
     yield run("why", "why", "toy/zero_mismatch/gate.py", shown=False)
-    yield run("why", "why", "toy/routr.py", shown=False)
+    yield run("why", "why", "toy/__init__.py", shown=False)
     yield from _records(made, run)
     yield run("sbom", "sbom")
     yield run("completions", "completions", "fish")
@@ -201,6 +210,7 @@ def scenes(root: Path) -> Iterator[Scene]:
     draft = made.read("patches/toy/first-line.draft")
     made.write("patches/toy/first-line.draft", draft.partition("\nUpstream-Status")[0] + f"\n{TRAILERS}")
     made.change("build/toy/toy/lines.txt", "line 1\n", "line one\n")
+    made.write("build/toy/toy/scratch.py", "x = 1\n")
     yield run(target, "status")
     yield run("a refusal", "verify")
     yield run("refresh", "refresh", "--upstream", "toy", "first-line")

@@ -33,6 +33,12 @@ def read_files(archive: Path, wanted: Collection[str] | None = None) -> Files:
     return files
 
 
+def names(archive: Path) -> set[str]:
+    """The path of every file in it."""
+    with _damage_named(archive):
+        return {path for _, member, path in _members(archive, f"read {archive.name}") if member.isfile()}
+
+
 def unpack(archive: Path, into: Path) -> None:
     """Make `into`, which must not exist, from what is below the archive's top folder; whole or not at all."""
     if os.path.lexists(into):

@@ -10,7 +10,7 @@ from . import lock as locks
 from . import plan as plans
 from . import state
 from .errors import DirtyTarget, LockMismatch, NeedsWork, PatchsetError, Row
-from .lock import Built, Lock, LockedTarget
+from .lock import BaseFiles, Built, Lock, LockedTarget
 from .paths import inside
 from .pins import Pins, Profile, Release
 from .plan import Plan
@@ -59,16 +59,20 @@ def prepare(request: Request, target: Target) -> tuple[Plan, Built | None]:
     plan = plans.classify(target, release, locked, request.root)
     if plan.verdict != "pristine":
         return plan, None
-    built = _build(request, target)
+    built = _built_there(request, target)
     if built.locked.digest != locked.digest:
         raise locks.explain(locked, built.locked)
     return plan, built
 
 
-def _build(request: Request, target: Target) -> Built:
+def build(request: Request, target: Target, base: BaseFiles) -> Built:
+    """The delivery that was asked for, worked out in memory on the base files."""
     release = target.release(request.version)
-    return locks.build_target(request.root, target.upstream, release, request.profile,
-                              lambda _u, _r, paths: plans.read_files(target.root, paths), request.without)
+    return locks.build_target(request.root, target.upstream, release, request.profile, base, request.without)
+
+
+def _built_there(request: Request, target: Target) -> Built:
+    return build(request, target, lambda _u, _r, paths: plans.read_files(target.root, paths))
 
 
 def _prepare_unlocked(request: Request, target: Target) -> tuple[Plan, Built | None]:
@@ -82,7 +86,7 @@ def _prepare_unlocked(request: Request, target: Target) -> tuple[Plan, Built | N
     plan.demand()
     if plan.verdict != "pristine":
         raise LockMismatch(f"{target.root} carries the full series", remedy="run apply.py revert first")
-    return plan, _build(request, target)
+    return plan, _built_there(request, target)
 
 
 def apply(request: Request, target: Target) -> Outcome:

@@ -6,6 +6,7 @@ gives it the edits as its diff, appends the slug to the series and removes the d
 """
 from __future__ import annotations
 
+import os
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from pathlib import Path
@@ -17,7 +18,10 @@ from .errors import ConflictError, NeedsWork, Row, UsageError
 from .lock import BaseFiles
 from .pins import Pins, Upstream
 from .series import Patch
+from .shadow import File
 from .ui import Result
+
+SHOWN = 12  # lines about files left in the tree
 
 DRAFT = f"""{export.ZERO}
 From: {export.AUTHOR}
@@ -55,10 +59,17 @@ def new(root: Path, pins: Pins, upstream: str, slug: str) -> Result:
          f"apply.py refresh --upstream {name} {slug}")])
 
 
-def refresh(root: Path, pins: Pins, upstream: str, slug: str | None, tree: Path | None,
+def refresh(root: Path, pins: Pins, upstream: str, slug: str | None, tree: Path | None, add: list[str] | None = None,
             base: BaseFiles | None = None) -> Result:
     """Take the edits into the patch `slug` (default: the last one that touches those files), and move the later ones on
-    top. Nothing is written unless all of them fit. The tree then carries the new lock."""
+    top. Nothing is written unless all of them fit. The tree then carries the new lock.
+
+    A patch takes edits of the files it touches; another file has to be named by `add`, or its edits stay in the tree
+    and are listed. A draft touches no files yet and takes all.
+    """
+    if add and not slug:
+        raise UsageError("--add widens one patch, so that patch has to be named",
+                         remedy="apply.py refresh SLUG --add PATH")
     base = base or export.Sdists()
     up = pins.upstream(upstream)
     one = target.tree(up, tree or root / up.target)
@@ -66,18 +77,57 @@ def refresh(root: Path, pins: Pins, upstream: str, slug: str | None, tree: Path 
         request, patches, built = applied(root, pins, one, base)
         edits = find(one, request, built, base)
     draft = root / "patches" / up.name / f"{slug}.draft"
-    if not edits.names or (draft.exists() and not edits.patched):
-        if slug and draft.exists():
-            raise NeedsWork(f"{one.root} holds no edits for {slug}", remedy="edit upstream's files there, then refresh")
-        return Result({"patch": slug, "edited": [], "written": []}, [f"{one.root}: no edits, nothing written"])
-    chosen = _choose(up, request.version, patches, draft, slug, edits) if edits.patched else None
+    if draft.exists() and not edits.patched:
+        raise NeedsWork(f"{one.root} holds no edits for {slug}", remedy="edit upstream's files there, then refresh")
+    chosen = _choose(up, request.version, patches, draft, slug, edits) if edits.patched or add else None
+    kept = _leave(chosen, patches, edits, [_named(one, path) for path in add or ()]) if chosen else {}
+    if not edits.names:
+        return Result({"patch": slug, "edited": [], "written": [], "left": edits.left},
+                      [f"{one.root}: no edits, nothing written", *_left(edits)])
     texts = rebuilt(up.release(request.version), up, patches, chosen, edits.patched, base) if edits.patched else []
     written = _write(root, up, request.version, texts, edits)
     _lock_again(root, pins, base, written)
-    apply_again(request, one, edits, base)
-    data = {"patch": chosen.slug if chosen else None, "edited": edits.names, "written": written}
+    apply_again(request, one, edits, kept, base)
+    data = {"patch": chosen.slug if edits.patched else None, "edited": edits.names, "written": written,
+            "left": edits.left}
     lines = [f"{path}: into {chosen.slug if path in edits.patched else 'the overlay'}" for path in edits.names]
-    return Result(data, [*lines, *(f"{name}: written" for name in written), f"{one.root}: carries the new lock"])
+    lines += [*(f"{name}: written" for name in written), f"{one.root}: carries the new lock"]
+    return Result(data, lines + _left(edits))
+
+
+def _named(one: target.Target, path: str) -> str:
+    """A path given with --add, as the tree names it: from the tree's top, or any way to the file itself."""
+    place = Path(os.path.abspath(path))
+    return place.relative_to(one.root).as_posix() if place.is_relative_to(one.root) else path
+
+
+def _leave(chosen: Patch, patches: list[Patch], edits: Edits, add: list[str]) -> dict[str, File | None]:
+    """Move what `chosen` does not take from edits.patched to edits.left; returns those edits."""
+    last = {path: patch.slug for patch in patches for path in patch.paths}
+    rows = [Row(path, edits.left.get(path, "not edited"), "an edited file of the release")
+            for path in add if path not in edits.patched]
+    if rows:
+        raise UsageError(f"{chosen.slug} cannot take these", rows=rows,
+                         remedy="name edited files from the top of the tree; what is new belongs into the overlay")
+    if not chosen.text:
+        return {}
+    kept = {path: file for path, file in edits.patched.items() if path not in {*chosen.paths, *add}}
+    for path in kept:
+        del edits.patched[path]
+        edits.left[path] = f"edited, {f'of {last[path]}' if path in last else 'of no patch'}"
+    if kept and not edits.names:
+        raise UsageError(f"{chosen.slug} touches none of the edited files",
+                         rows=[Row(path, edits.left[path], f"a file of {chosen.slug}") for path in kept],
+                         remedy=f"to take one in: apply.py refresh {chosen.slug} --add PATH")
+    return kept
+
+
+def _left(edits: Edits) -> list[str]:
+    """What refresh did not take. New files may be the many of a build, so not all of them are listed."""
+    lines = [f"{path}: left in the tree ({why})" for path, why in edits.left.items()]
+    if any(why.startswith("edited") for why in edits.left.values()):
+        lines.append("to take an edited one into a patch: apply.py refresh SLUG --add PATH")
+    return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"… and {len(lines) - SHOWN} more (--json lists all)"]
 
 
 def _choose(up: Upstream, version: str, patches: list[Patch], draft: Path, slug: str | None, edits: Edits) -> Patch:

@@ -2,14 +2,14 @@
 
 What counts as an edit: a file of the series or overlay that is not what was applied; any other file of the release
 whose bytes differ; a new file in a folder of the overlay. Files that the tree lacks and no patch touches do not count,
-as a checkout lacks what an sdist generates; nor do other new files: what is new belongs into the overlay.
+as a checkout lacks what an sdist generates. Other new files stay where they are: what is new belongs into the overlay.
 """
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from . import deliver, lock, series, state
@@ -24,15 +24,17 @@ from .shadow import File, Files
 from .target import Target
 from .transaction import Transaction
 
-GENERATED = "_version.py"  # written anew by setuptools-scm at every build
+GENERATED = ("_version.py", "PKG-INFO")  # written anew at every build
 
 
 @dataclass
 class Edits:
-    """patched: files that go into a patch (None: deleted). overlay: new bytes of overlay files. Paths of the target."""
+    """patched: files that go into a patch (None: deleted). overlay: new bytes of overlay files. left: edits that are
+    taken by nothing and stay in the tree, each with the reason. Paths of the target."""
 
     patched: dict[str, File | None]
     overlay: Files
+    left: dict[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -69,7 +71,7 @@ def find(one: Target, request: Request, built: Built, base: BaseFiles) -> Edits:
     edits = Edits({}, {})
     for path, file in expected.items():
         data = present[path].read_bytes() if path in present else None
-        if data == file.data or path.rsplit("/", 1)[-1] == GENERATED:
+        if data == file.data:
             continue
         if path in overlays:
             if data is None:
@@ -81,10 +83,15 @@ def find(one: Target, request: Request, built: Built, base: BaseFiles) -> Edits:
     for path in built.locked.paths:
         if built.locked.paths[path].after is None and path in present:
             edits.patched[path] = File(present[path].read_bytes())
+    kinds = {Path(path).suffix for path in overlays}
     folders = {path.rsplit("/", 1)[0] + "/" for path in overlays} - {path.rsplit("/", 1)[0] + "/" for path in pristine}
-    for path, place in present.items():
-        if path not in expected and any(path.startswith(folder) for folder in folders):
-            edits.overlay[path] = File(place.read_bytes())
+    for path in sorted(present.keys() - expected.keys() - edits.patched.keys()):
+        if not any(path.startswith(folder) for folder in folders):
+            edits.left[path] = "new, and not in a folder of the overlay"
+        elif Path(path).suffix not in kinds:
+            edits.left[path] = f"new, and no {' or '.join(sorted(kinds))} file as the overlay holds"
+        else:
+            edits.overlay[path] = File(present[path].read_bytes())
     return edits
 
 
@@ -94,22 +101,34 @@ def _walk(root: Path) -> Iterator[tuple[str, Path]]:
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
         for name in names:
             place = Path(folder, name)
-            if not name.endswith((".pyc", ".md")) and place.is_file() and not place.is_symlink():
+            plain = place.is_file() and not place.is_symlink()
+            if plain and name not in GENERATED and not name.endswith((".pyc", ".md")):
                 yield place.relative_to(root).as_posix(), place
 
 
-def apply_again(request: Request, one: Target, edits: Edits, base: BaseFiles) -> None:
-    """Let the tree carry the new lock: back to the release, then apply. The edits are in the patches by now."""
+def apply_again(request: Request, one: Target, edits: Edits, kept: dict[str, File | None], base: BaseFiles) -> None:
+    """Let the tree carry the new lock: back to the release, then apply. The edits are in the patches by now.
+
+    kept: edits of other patches' files, which stay edits. They come back whatever happens in between.
+    """
     known = {change.path for change in state.load(one.root / one.state).changes}
     pristine = base(one.upstream, one.upstream.release(request.version), set(edits.names))
     for path in set(edits.names) - known:
         place = inside(one.root, path)
-        if path in pristine:
-            mode = place.stat().st_mode & 0o7777
-            replace_file(place, pristine[path].data)
-            place.chmod(mode)
-        else:
-            place.unlink()
-    with tempfile.TemporaryDirectory(prefix="zero-mismatch-") as folder:
-        deliver.revert(replace(request, edits_to=Path(folder)), one)
-    deliver.apply(request, one)
+        _put_back(place, pristine.get(path))
+    try:
+        with tempfile.TemporaryDirectory(prefix="zero-mismatch-") as folder:
+            deliver.revert(replace(request, edits_to=Path(folder)), one)
+        deliver.apply(request, one)
+    finally:
+        for path in kept.keys() & known:
+            _put_back(inside(one.root, path), kept[path])
+
+
+def _put_back(place: Path, file: File | None) -> None:
+    if file is None:
+        place.unlink(missing_ok=True)
+        return
+    mode = place.stat().st_mode & 0o7777 if place.exists() else 0o644
+    replace_file(place, file.data)
+    place.chmod(mode)

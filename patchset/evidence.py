@@ -47,16 +47,34 @@ def _locks(value) -> Iterator[dict | str]:
             yield from _locks(inner)
 
 
+def records(root: Path, today: set[str]) -> list[dict]:
+    """Every record there is: what it is of, and why it bears out nothing ('' if it does)."""
+    found = []
+    for path in sorted((root / "evidence").glob("*.json")):
+        record = _read(path)
+        found.append({"record": path.relative_to(root).as_posix(), "verb": str(record.get("verb", "")),
+                      "subject": str(record.get("subject", "")), "why_not": why_not(path, today)})
+    return found
+
+
+def _read(path: Path) -> dict:
+    """The record, or an empty one where there is none to read."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
 def verdicts(root: Path, today: set[str]) -> dict[str, list[dict]]:
     """Slug -> what each record of `prove counter` says of it: record, state, and whether today's lock made it."""
     found: dict[str, list[dict]] = {}
     for path in sorted((root / "evidence").glob("*.json")):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            rows = [row for row in record.get("rows", []) if isinstance(row, dict) and "patch" in row]
-        except (ValueError, AttributeError, TypeError):
-            continue  # lint names it as soon as something is claimed with it
-        for row in rows:
+        record = _read(path)
+        rows = record.get("rows")
+        for row in rows if isinstance(rows, list) else []:
+            if not isinstance(row, dict) or "patch" not in row:
+                continue
             said = {"record": path.relative_to(root).as_posix(), "state": row.get("state", ""),
                     "current": not _unlocked(record, today)}
             found.setdefault(row["patch"], []).append(said)

@@ -19,20 +19,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from . import progress, staging
+from . import git, progress, staging
 from .errors import DirtyTarget, LockMismatch, NeedsWork, Row, UsageError
 from .pins import Pins, Release, Upstream
 from .ui import Result
 
 SCRIPT = Path(__file__).with_name("pip_stream.py")
 CHUNK = 1 << 20
+ELSEWHERE = "let XDG_CACHE_HOME name another folder to keep archives in"
 log = logging.getLogger(__name__)  # without a handler, Python prints warnings on stderr
 
 
 def cache_folder() -> Path:
     """Where archives are kept: $XDG_CACHE_HOME (if absolute, as its specification says) or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "zero-mismatch"
+    if not os.path.isabs(base):
+        home = os.path.expanduser("~") if os.environ.get("HOME") != "" else ""  # unset: the user database knows
+        if not os.path.isabs(home):
+            raise UsageError("there is no home folder to keep fetched archives in",
+                             remedy="set XDG_CACHE_HOME to a folder that can be written (its absolute path)")
+        base = f"{home}/.cache"
+    return Path(base, "zero-mismatch")
 
 
 def cached(upstream: Upstream, release: Release, cache: Path | None = None) -> Path:
@@ -49,27 +56,37 @@ def sdist(upstream: Upstream, release: Release, *, cache: Path | None = None) ->
     return place
 
 
+def held(archive: Path, digest: str) -> bool:
+    """Whether the archive is there with that sha256; only looks."""
+    return _digest(archive) == digest
+
+
 def intact(archive: Path, digest: str) -> bool:
-    """Whether the archive is there with that sha256. One with another is moved aside, with a warning."""
-    try:
-        with open(archive, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise NeedsWork(f"{archive} cannot be read: {error.strerror}", remedy="mend its permissions, or remove it"
-                        ) from error
-    if found == digest:
-        return True
+    """The same, but an archive with another digest is moved aside, with a warning."""
+    found = _digest(archive)
+    if found in (None, digest):
+        return found == digest
     aside = archive.with_name(f"{archive.name}.damaged-{found[:12]}")
     os.replace(archive, aside)
     log.warning("%s was damaged (sha256 %s, not %s): moved to %s, fetched anew", archive, found, digest, aside.name)
     return False
 
 
+def _digest(archive: Path) -> str | None:
+    """Its sha256; None if there is no such file."""
+    try:
+        with open(archive, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise NeedsWork(f"{archive} cannot be read: {error.strerror}",
+                        remedy=f"mend its permissions, or remove it, or {ELSEWHERE}") from error
+
+
 def _download(upstream: Upstream, release: Release, place: Path) -> None:
     by_hand = f"or put {place.name} there by hand: {place}"
-    with staging.file(place) as pending, open(pending, "wb") as file:
+    with staging.file(place, ELSEWHERE) as pending, open(pending, "wb") as file:
         found = _stream(upstream, release, file, by_hand)
         if found != release.sdist:
             raise LockMismatch(
@@ -88,7 +105,7 @@ def unpinned(upstream: Upstream, version: str, *, cache: Path | None = None) -> 
         if len(place.parent.name) == 64 and intact(place, place.parent.name):
             return Release(version, sdist=place.parent.name)
     arrival = cached(upstream, Release(version, sdist="unpinned"), folder)
-    with staging.file(arrival) as pending, open(pending, "wb") as file:
+    with staging.file(arrival, ELSEWHERE) as pending, open(pending, "wb") as file:
         digest = _stream(upstream, Release(version, sdist=""), file, f"or pin {version} in patchset.toml")
     release = Release(version, sdist=digest)
     place = cached(upstream, release, folder)
@@ -159,7 +176,7 @@ def _running(command: list[str]) -> Iterator[_Child]:
 
     On a terminal pip may ask for a password; otherwise what it says is kept for the error.
     """
-    asking = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+    asking = sys.stdin is not None and sys.stdin.isatty() and progress.on_terminal()
     with tempfile.TemporaryFile() as said, subprocess.Popen(
         command, stdout=subprocess.PIPE, stdin=None if asking else subprocess.DEVNULL, stderr=None if asking else said
     ) as process:
@@ -222,7 +239,7 @@ def clone(url: str, upstream: Upstream, release: Release, into: Path) -> str:
                          remedy="add one of them")
     with staging.folder(into) as folder:
         shallow = ["--depth=1", f"--branch={release.tag}"] if release.tag else []
-        _git(["clone", "--no-local", "--template=", *shallow, *([] if sys.stderr.isatty() else ["--quiet"]),
+        _git(["clone", "--no-local", "--template=", *shallow, *([] if progress.on_terminal() else ["--quiet"]),
               "--", url, str(folder)])
         if not release.tag:
             _git(["-C", str(folder), "checkout", "--quiet", "--detach", release.commit])
@@ -235,12 +252,13 @@ def clone(url: str, upstream: Upstream, release: Release, into: Path) -> str:
 
 
 def _git(arguments: list[str], *, quiet: bool = False) -> str:
+    git.demand()
     own = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR", "GIT_NAMESPACE",
            "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_PREFIX", "GIT_TEMPLATE_DIR"}
     env = {key: value for key, value in os.environ.items() if key not in own} | {"LC_ALL": "C"}
     fixed = ["core.autocrlf=false", "core.eol=lf", f"core.attributesFile={os.devnull}", f"core.hooksPath={os.devnull}",
              "core.symlinks=true", "submodule.recurse=false"]
-    shown = sys.stderr.isatty() and not quiet  # git draws its own progress, and may ask for a password
+    shown = progress.on_terminal() and not quiet  # git draws its own progress, and may ask for a password
     done = subprocess.run(["git", *(word for setting in fixed for word in ("-c", setting)), *arguments], env=env,
                           stdout=subprocess.PIPE, stderr=None if shown else subprocess.PIPE, text=True, check=False)
     if done.returncode:

@@ -8,10 +8,16 @@ Three rules keep the user's machine out of the result and the result out of the 
 """
 from __future__ import annotations
 
+import functools
 import os
+import re
 import subprocess
 from pathlib import Path
 
+from .errors import NeedsWork
+
+OLDEST = (2, 32)  # older ones do not know GIT_CONFIG_GLOBAL and GIT_CONFIG_COUNT: the user's configuration would count
+MERGING = (2, 38)  # merge-tree --write-tree
 CONFIG = {
     "core.quotePath": "true",
     "core.attributesFile": os.devnull,
@@ -32,6 +38,20 @@ class GitError(Exception):
     def __init__(self, args: list[str], code: int, stderr: str):
         super().__init__(f"git {' '.join(args[:3])}…: exit {code}: {stderr.strip()[-2000:]}")
         self.code, self.stderr = code, stderr
+
+
+@functools.cache
+def demand(oldest: tuple[int, int] = OLDEST, what: str = "apply.py") -> None:
+    """Raises NeedsWork if there is no git, or one too old for `what`."""
+    wanted = ".".join(map(str, oldest))
+    try:
+        said = subprocess.run(["git", "version"], capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        raise NeedsWork("git was not found", remedy=f"install git {wanted} or newer, or put it on PATH") from None
+    found = re.match(r"git version (\d+)\.(\d+)", said)
+    if not found or tuple(map(int, found.groups())) < oldest:
+        raise NeedsWork(f"{what} needs git {wanted} or newer; here is {said or 'one that names no version'}",
+                        remedy="update git, or put a newer one first on PATH")
 
 
 def environment() -> dict[str, str]:
@@ -67,6 +87,7 @@ class Repository:
 
     @classmethod
     def create(cls, path: Path) -> Repository:
+        demand()
         path.mkdir(parents=True, exist_ok=True)
         repository = cls(path)
         repository.run(["init", "-q", "--bare", "--template=", str(path)])

@@ -13,13 +13,18 @@ CELLS = 24
 CLEAR = "\r\x1b[K"
 
 
+def on_terminal() -> bool:
+    """Whether someone watches stderr (None: the caller closed it)."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 @contextmanager
 def bar(label: str, total: int | None, *, unit: str = "MB") -> Iterator[Callable[[int], None]]:
     """Yield `advance(n)`, called with what was done since the last call: bytes if unit is "MB", else things.
 
     total: None where it is not known. The line is wiped at the end, also after an error.
     """
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+    if not on_terminal() or os.environ.get("TERM") == "dumb":
         yield lambda n: None
         return
     done, drawn = 0, 0.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from . import diff
 from .export import diff_trees
-from .git import GitError
+from .git import MERGING, GitError, demand
 from .shadow import OFFSET, File, Files, Offset, Shadow
 
 SIMILAR = 60  # per cent from which a vanished and a new file are taken for one that was renamed
@@ -47,6 +47,7 @@ class Merger:
     """Questions to git, with the objects kept in one shadow repository."""
 
     def __init__(self, shadow: Shadow):
+        demand(MERGING, "a 3-way merge (rebase, refresh)")
         self.shadow = shadow
         self.git = shadow.repository
         self._trees: dict[File, str] = {}

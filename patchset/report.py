@@ -1,4 +1,8 @@
-"""`apply.py report`: the series as a table, one patch a row."""
+"""`apply.py report`: the series as a table, one patch a row, and every record of evidence/.
+
+The column `counter` is about one patch: what the two-arm proof (`prove counter`) said of it. The other records are of
+the whole series and stand below.
+"""
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,18 +15,21 @@ from .series import Patch
 from .ui import Result, table
 from .why import upstreams
 
-COLUMNS = ["#", "slug", "files", "+", "-", "arch", "status", "tests", "evidence", "cause"]
+COLUMNS = ["#", "slug", "files", "+", "-", "arch", "status", "tests", "counter", "cause"]
+RECORDS = ["record", "run", "of", "bears out its claim"]
 
 
 def run(root: Path, pins: Pins, version: str | None) -> Result:
-    said = evidence.verdicts(root, _today(root))
+    today = _today(root)
+    said, records = evidence.verdicts(root, today), evidence.records(root, today)
     found = {}
     for upstream in upstreams(pins, version):
         release = upstream.release(version)
         patches = series.load(root, upstream.name, release.version)
         rows = [_row(root, number, patch, said.get(patch.slug, [])) for number, patch in enumerate(patches, 1)]
         found[upstream.name] = {"version": release.version, "patches": rows}
-    return Result({"upstreams": found}, [line for name, one in found.items() for line in _lines(name, one)])
+    lines = [line for name, one in found.items() for line in _lines(name, one)]
+    return Result({"upstreams": found, "records": records}, lines + _records(records))
 
 
 def _today(root: Path) -> set[str]:
@@ -54,8 +61,18 @@ def _lines(name: str, one: dict) -> list[str]:
     for row in rows:
         lines += ["", f"  {row['slug']}", f"    drop when: {row['drop_when']}"]
         lines += [f"    counter-test: {node}" for node in row["counter_tests"]]
-        lines += [f"    evidence: {_verdict(verdict)} in {verdict['record']}" for verdict in row["evidence"]]
+        lines += [f"    counter-proof: {_verdict(verdict)} in {verdict['record']}" for verdict in row["evidence"]]
     return [*lines, ""]
+
+
+def _records(records: list[dict]) -> list[str]:
+    if not records:
+        return ["evidence: no records"]
+    holding = sum(not record["why_not"] for record in records)
+    rows = [[record["record"], record["verb"], record["subject"],
+             f"no: {record['why_not']}" if record["why_not"] else "yes"] for record in records]
+    return [f"evidence: {len(records)} records, {holding} with today's lock and passed",
+            *(f"  {line}" for line in table(RECORDS, rows))]
 
 
 def _verdict(verdict: dict) -> str:

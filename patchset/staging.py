@@ -29,10 +29,11 @@ REMEDIES = {
 }
 
 
-def explained(error: OSError, final: Path) -> NeedsWork:
-    """An error of the file system as a refusal with a remedy."""
+def explained(error: OSError, final: Path, elsewhere: str = "") -> NeedsWork:
+    """An error of the file system as a refusal with a remedy. elsewhere: how to name another place."""
+    remedy = REMEDIES.get(error.errno, "mend the cause, then run the command again")
     return NeedsWork(f"{final} could not be made: {error.strerror or error}",
-                     remedy=REMEDIES.get(error.errno, "mend the cause, then run the command again"))
+                     remedy=f"{remedy}; or {elsewhere}" if elsewhere else remedy)
 
 
 @contextmanager
@@ -43,26 +44,26 @@ def folder(final: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def file(final: Path) -> Iterator[Path]:
+def file(final: Path, elsewhere: str = "") -> Iterator[Path]:
     """An empty file to fill; it replaces `final` when the block ends without an error."""
-    with _staged(final, lambda path: os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o644))) as path:
+    with _staged(final, lambda path: os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o644)), elsewhere) as path:
         yield path
 
 
 @contextmanager
-def _staged(final: Path, create) -> Iterator[Path]:
+def _staged(final: Path, create, elsewhere: str = "") -> Iterator[Path]:
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(final)
         path, handle = _claim(final, create)
     except OSError as error:
-        raise explained(error, final) from error
+        raise explained(error, final, elsewhere) from error
     try:
         yield path
         os.rename(path, final)
     except OSError as error:
         _remove(path)
-        raise explained(error, final) from error
+        raise explained(error, final, elsewhere) from error
     except BaseException:
         _remove(path)
         raise

@@ -126,6 +126,7 @@ def _tree_version(upstream: Upstream, root: Path) -> str:
         if len(parts) == 3:
             return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}"
     if (root / ".git").exists():
+        git.demand()
         done = subprocess.run(["git", f"--git-dir={root / '.git'}", "rev-parse", "HEAD"], capture_output=True,
                               text=True, env=git.environment(), check=False)
         for release in upstream.releases.values():

@@ -4,9 +4,10 @@ Every target is looked at before the first is written to, so a refusal of one le
 """
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from . import deliver, target
+from . import deliver, git, preview, target
 from .deliver import Outcome, Request
 from .errors import UsageError
 from .pins import Pins, Upstream
@@ -42,36 +43,45 @@ def _find(request: Request, names: list[str], verb: str, args) -> list[Target]:
         return [target.identify(pins, args.tree, names)]
     if args.installed or args.site:
         folders = [args.site] if args.site else target.site_folders(args.installed)
-        return _sites(pins, folders, names, asked=bool(args.upstream))
+        return _sites(pins, folders, names)
     url = getattr(args, "git", None)
     if url and len(names) != 1:
         raise UsageError("--git clones one upstream", remedy="add --upstream vllm (or megatron)")
     return [_default(request, pins.upstream(name), verb, url) for name in names]
 
 
-def _sites(pins: Pins, folders: list[Path], names: list[str], asked: bool) -> list[Target]:
-    found, lacking = [], []
+def _sites(pins: Pins, folders: list[Path], names: list[str]) -> list[Target]:
+    """Every one of the upstreams. A machine that has one on purpose says so by --upstream: a missing one may as well
+    be a wrong folder, and half a delivery that looks whole would be found out on the GPU."""
+    found: dict[str, Target] = {}
     for name in names:
         upstream = pins.upstream(name)
-        hits = [one for folder in folders if folder.is_dir() and (one := target.site(upstream, folder))]
-        found += hits[:1]
-        lacking += [] if hits else [upstream.distribution]
-    where = ", ".join(str(folder) for folder in folders)
-    if lacking and (asked or not found):
-        raise UsageError(f"{' and '.join(lacking)} not installed in {where}",
-                         remedy="pip install the pinned release there")
-    return found
+        hits = (target.site(upstream, folder) for folder in folders if folder.is_dir())
+        if hit := next(filter(None, hits), None):
+            found[name] = hit
+    lacking = [pins.upstream(name) for name in names if name not in found]
+    if lacking:
+        where = ", ".join(str(folder) for folder in folders)
+        there = [f"{one.upstream.distribution} {one.declared}" for one in found.values()]
+        alone = f", or take what is there alone: {' '.join(f'--upstream {name}' for name in found)}" if found else ""
+        raise UsageError(f"{' and '.join(upstream.distribution for upstream in lacking)} not installed in {where}"
+                         + (f" ({' and '.join(there)} is)" if found else ""),
+                         remedy=f"pip install the pinned release there{alone}")
+    return list(found.values())
 
 
 def _default(request: Request, upstream: Upstream, verb: str, url: str | None) -> Target:
-    """build/<name>, fetched and unpacked first if apply or plan finds none."""
+    """build/<name>. If there is none, apply fetches and unpacks it first, and plan only says so."""
     place = request.root / upstream.target
-    if not place.exists():
-        if verb not in ("apply", "plan"):
+    if not os.path.lexists(place):
+        if verb == "plan":
+            return Target(upstream, place, upstream.release(request.version).version)
+        if verb != "apply":
             raise UsageError(f"{upstream.target} does not exist",
                              remedy="run apply.py apply first, or name a target: --from, --installed or --site")
         from . import archive, fetch  # only this path needs pip and the network
 
+        git.demand()  # before anything is unpacked
         release = upstream.release(request.version)
         if url:
             fetch.clone(url, upstream, release, place)
@@ -88,6 +98,8 @@ def _check(request: Request, one: Target) -> None:
 
 def _act(request: Request, verb: str, one: Target) -> Outcome:
     if verb == "plan":
+        if not os.path.lexists(one.root):
+            return preview.look(request, one)
         with one.locked(write=False):
             plan, built = deliver.prepare(request, one)
             return Outcome(one, plan.verdict, plan, built.offsets if built else None, plan.error)
@@ -148,5 +160,7 @@ def _said(outcome: Outcome, verb: str) -> str:
         return "verified, exactly the locked tree"
     if verb == "plan":
         return {"pristine": "pristine, apply would patch it",
-                "applied": "applied, apply would change nothing"}[outcome.done]
+                "applied": "applied, apply would change nothing",
+                "absent": "not there, apply would unpack the archive in the cache and patch it",
+                "unfetched": "not there, apply would fetch the pinned archive, unpack and patch it"}[outcome.done]
     return words.get(outcome.done, outcome.done)

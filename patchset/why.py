@@ -2,23 +2,27 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 
-from . import series
+from . import archive, fetch, series, target
 from .diff import FileDiff, Hunk
-from .pins import Pins, Upstream
+from .errors import NeedsWork, UsageError
+from .pins import Pins, Release, Upstream
 from .rebase_merge import groups_of
 from .series import Patch
 from .ui import Result
 
 FROM = re.compile(r"from\s+([\w.]+)\s+import\s+(\([^)]*\)|[^\n#]+)")
 SCOPE = re.compile(r"(async def|def|class) ")
+NEAR = 3  # how many suggestions
 IMPORT = re.compile(r"^\s*import\s+([\w.]+)", re.MULTILINE)
 
 
 def run(root: Path, pins: Pins, path: str, version: str | None) -> Result:
-    """A path or folder of a release or of the overlay. That no patch touches it is an answer, not an error."""
+    """A path or folder of a release or of the overlay. That no patch touches it is an answer; that there is no such
+    path is an error."""
     path, known, found, importers, overlay = _plain(root, pins, path), set(), [], [], False
     for upstream in upstreams(pins, version):
         overlays = set(series.overlay_files(root, upstream.name))
@@ -32,7 +36,7 @@ def run(root: Path, pins: Pins, path: str, version: str | None) -> Result:
                 found.append(entry)
             elif path in entry["imports"]:
                 importers.append(entry["slug"])
-    near = [] if found or overlay else _near(path, known)
+    near = [] if found or overlay else _demand_upstream(root, pins, path, version, known)
     data = {"path": path, "overlay": overlay, "patches": found, "imported_by": importers, "near": near}
     return Result(data, _lines(data))
 
@@ -46,12 +50,17 @@ def upstreams(pins: Pins, version: str | None) -> list[Upstream]:
 
 
 def _plain(root: Path, pins: Pins, path: str) -> str:
-    """The path as upstream names it, from one in build/, in overlays/ or anywhere below an absolute target."""
-    plain = path.replace("\\", "/").removeprefix(f"{root}/").removeprefix("./").rstrip("/")
+    """The path as upstream names it, from one in build/ or overlays/, or from an absolute one in any other target."""
+    plain = path.replace("\\", "/")
+    if plain.startswith(("/", "../")):
+        plain = os.path.realpath(plain)
+    inside = plain.removeprefix(f"{root}/").removeprefix("./").rstrip("/")
     for upstream in pins.upstreams.values():
         for folder in (upstream.target, f"overlays/{upstream.name}"):
-            plain = plain.removeprefix(f"{folder}/")
-    return plain
+            inside = inside.removeprefix(f"{folder}/")
+        if inside.startswith("/") and f"/{upstream.package}/" in inside:
+            inside = upstream.package + "/" + inside.rpartition(f"/{upstream.package}/")[2]
+    return inside
 
 
 def _covers(wanted: str, path: str) -> bool:
@@ -94,12 +103,45 @@ def _module(name: str, overlays: set[str]) -> str | None:
     return next((path for path in (f"{place}.py", f"{place}/__init__.py") if path in overlays), None)
 
 
+def _demand_upstream(root: Path, pins: Pins, path: str, version: str | None, known: set[str]) -> list[str]:
+    """What is near a path of a release that no patch touches. Raises UsageError if no release has it."""
+    seen, unseen, every = [], [], set(known)
+    for upstream in upstreams(pins, version):
+        release = upstream.release(version)
+        names = source_names(root, upstream, release)
+        if any(_covers(path, name) for name in names or ()):
+            return _near(path, known)
+        (unseen if names is None else seen).append(f"{upstream.distribution} {release.version}")
+        every |= names or set()
+    near = _near(path, every)
+    meant = f"did you mean {' or '.join(near)}?" if near else ""
+    if unseen:
+        raise NeedsWork(f"no patch touches {path}; whether {' or '.join(unseen)} has it cannot be told without its "
+                        "sources", remedy=" ".join([meant, "run apply.py fetch, then ask again"]).strip())
+    raise UsageError(f"neither {' nor '.join(seen)} nor the overlay has a path {path}",
+                     remedy=meant or "name it from the top of the source tree, as patches do")
+
+
+def source_names(root: Path, upstream: Upstream, release: Release) -> set[str] | None:
+    """Every path of a release, from its archive in the cache or else from build/; None if neither is there."""
+    place = fetch.cached(upstream, release)
+    if fetch.held(place, release.sdist):
+        return archive.names(place)
+    try:
+        built = target.tree(upstream, root / upstream.target)
+    except UsageError:
+        return None
+    if built.declared not in ("", release.version):
+        return None
+    return {path.relative_to(built.root).as_posix() for path in built.root.rglob("*") if path.is_file()}
+
+
 def _near(path: str, known: set[str]) -> list[str]:
-    """Paths that may be meant: the same file name elsewhere, then like spelling."""
+    """Paths that may be meant, the likest first: of like spelling, or of the same file name elsewhere."""
     name = path.rsplit("/", 1)[-1]
-    same = sorted(other for other in known if other.rsplit("/", 1)[-1] == name)
-    alike = [other for other in difflib.get_close_matches(path, sorted(known), n=3) if other not in same]
-    return (same + alike)[:5]
+    same = {other for other in known if other.rsplit("/", 1)[-1] == name}
+    alike = difflib.get_close_matches(path, sorted(known), n=NEAR)
+    return sorted(same.union(alike), key=lambda one: (-difflib.SequenceMatcher(None, path, one).ratio(), one))[:NEAR]
 
 
 def _lines(data: dict) -> list[str]:

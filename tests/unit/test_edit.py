@@ -37,8 +37,8 @@ def alter(made: Checkout, path: str, old: str, new: str) -> None:
     made.change(f"build/toy/{path}", old, new)
 
 
-def refresh(made: Checkout, slug=None):
-    return edits.refresh(made.root, made.pins, "toy", slug, None, made)
+def refresh(made: Checkout, slug=None, add=None):
+    return edits.refresh(made.root, made.pins, "toy", slug, None, add, made)
 
 
 def kept(made: Checkout) -> dict[str, tuple[int, bytes]]:
@@ -56,7 +56,7 @@ def is_applied(made: Checkout) -> bool:
 def test_refresh_with_nothing_changed_writes_nothing_under_any_configuration(name, template, tmp_path, monkeypatch):
     user_configs.install(name, tmp_path, monkeypatch)
     before = template.snapshot()
-    assert refresh(template, "gate-fp32").data == {"patch": "gate-fp32", "edited": [], "written": []}
+    assert refresh(template, "gate-fp32").data == {"patch": "gate-fp32", "edited": [], "written": [], "left": {}}
     assert template.snapshot() == before
 
 
@@ -64,7 +64,7 @@ def test_an_edit_goes_into_the_last_patch_that_touches_the_file(made):
     alter(made, "toy/router.py", "        y = gate(x)\n", "        y = gate(x)  # fp32\n")
     others = made.read(LINES)
     result = refresh(made)
-    assert result.data == {"patch": "gate-fp32", "edited": ["toy/router.py"], "written": [GATE]}
+    assert result.data == {"patch": "gate-fp32", "edited": ["toy/router.py"], "written": [GATE], "left": {}}
     assert "+        y = gate(x)  # fp32" in made.read(GATE) and made.read(LINES) == others
     assert made.export(check=True).code == 0 and is_applied(made)
     assert refresh(made).data["edited"] == []
@@ -102,8 +102,12 @@ def test_overlay_edits_and_new_overlay_files_are_copied_back(made):
     made.write("build/toy/toy/zero_mismatch/sub/more.py", "x = 1\n")
     made.write("build/toy/toy/zero_mismatch/__pycache__/more.pyc", b"x")
     made.write("build/toy/toy/scratch.py", "no overlay\n")
+    made.write("build/toy/toy/zero_mismatch/gate.py.orig", "an editor's\n")
     result = refresh(made)
     assert result.data["written"] == [f"overlays/toy/toy/zero_mismatch/{name}" for name in ("gate.py", "sub/more.py")]
+    assert result.data["left"] == {"toy/scratch.py": "new, and not in a folder of the overlay",
+                                   "toy/zero_mismatch/gate.py.orig": "new, and no .py file as the overlay holds"}
+    assert "toy/scratch.py: left in the tree (new" in "\n".join(result.lines)
     assert result.data["patch"] is None and "x * 3.0" in made.read(result.data["written"][0])
     assert is_applied(made) and made.read("build/toy/toy/scratch.py") == "no overlay\n"
     assert refresh(made).data["edited"] == []
@@ -122,9 +126,57 @@ def test_a_file_without_a_patch_needs_a_name(made):
         refresh(made)
     with pytest.raises(UsageError, match="no patch 'nobody'"):
         refresh(made, "nobody")
+    with pytest.raises(UsageError, match="touches none of the edited files") as caught:
+        refresh(made, "gate-fp32")
+    assert [(row.path, row.found) for row in caught.value.rows] == [("setup.py", "edited, of no patch")]
     assert made.snapshot() == before
-    assert refresh(made, "gate-fp32").data["written"] == [GATE]
+    assert refresh(made, "gate-fp32", ["setup.py"]).data["written"] == [GATE]
     assert "b/setup.py" in made.read(GATE) and is_applied(made)
+
+
+def test_a_patch_grows_only_by_files_that_were_named(made):
+    """Edits of other files stay in the tree as they are, byte for byte, and are listed."""
+    alter(made, "toy/router.py", "        y = gate(x)\n", "        y = gate(x)  # fp32\n")
+    alter(made, "toy/lines.txt", "line 40\n", "line forty\n")
+    alter(made, "setup.py", "toy", "TOY")
+    (made.root / "build/toy/toy/__init__.py").unlink()
+    others = {path: made.read(f"build/toy/{path}") for path in ("toy/lines.txt", "setup.py")}
+    result = refresh(made, "gate-fp32")
+    assert result.data["edited"] == ["toy/router.py"] and result.data["written"] == [GATE]
+    assert result.data["left"] == {"setup.py": "edited, of no patch", "toy/lines.txt": "edited, of line-twelve"}
+    assert "setup.py: left in the tree (edited, of no patch)" in result.lines and "--add PATH" in result.lines[-1]
+    assert {path: made.read(f"build/toy/{path}") for path in others} == others
+    assert series.load(made.root, "toy", NEW)[0].paths == ["toy/router.py"] and made.export(check=True).code == 0
+    assert refresh(made, "line-twelve").data["edited"] == ["toy/lines.txt"], "the other patch takes its own next"
+    assert is_applied(made)
+
+
+def test_left_edits_come_back_though_the_tree_cannot_be_patched_again(made, monkeypatch):
+    alter(made, "toy/router.py", "        y = gate(x)\n", "        y = gate(x)  # fp32\n")
+    alter(made, "toy/lines.txt", "line 40\n", "line forty\n")
+    mine = made.read("build/toy/toy/lines.txt")
+    monkeypatch.setattr(deliver, "_deliver", lambda *_: (_ for _ in ()).throw(NeedsWork("no space")))
+    with pytest.raises(NeedsWork, match="no space"):
+        refresh(made, "gate-fp32")
+    assert made.read("build/toy/toy/lines.txt") == mine
+
+
+@pytest.mark.parametrize("path", ["toy/router.py", "toy/scratch.py", "nowhere.py", "../../patchset.toml"])
+def test_only_edited_files_of_the_release_can_be_added(made, path):
+    alter(made, "setup.py", "toy", "TOY")
+    made.write("build/toy/toy/scratch.py", "new\n")
+    before = made.snapshot()
+    with pytest.raises(UsageError, match="cannot take these"):
+        refresh(made, "gate-fp32", [path])
+    with pytest.raises(UsageError):
+        refresh(made, None, [path])
+    assert made.snapshot() == before
+
+
+def test_a_file_to_add_may_be_named_as_it_lies_on_disk(made, monkeypatch):
+    alter(made, "setup.py", "toy", "TOY")
+    monkeypatch.chdir(made.root / "build" / "toy" / "toy")
+    assert refresh(made, "gate-fp32", ["../setup.py"]).data["edited"] == ["setup.py"]
 
 
 def test_files_of_two_patches_need_a_name(made):
@@ -203,7 +255,7 @@ def test_another_locks_tree_a_pristine_and_a_missing_one_are_refused(made):
     with pytest.raises(NeedsWork, match="not patched"):
         refresh(made)
     with pytest.raises(UsageError):
-        edits.refresh(made.root, made.pins, "toy", None, made.root / "nowhere", made)
+        edits.refresh(made.root, made.pins, "toy", None, made.root / "nowhere", None, made)
 
 
 def test_a_release_that_no_longer_takes_the_patch_is_named_after_writing(made):
@@ -221,13 +273,13 @@ def test_a_tree_of_another_release_gets_variants_of_its_own(made):
     main = {path: data for path, (_, data) in kept(made).items() if path.startswith("patches/")}
     one = tree(made, OLD, "old")
     made.change("old/toy/lines.txt", "line 33\n", "line 33\nline 33.5\n")
-    result = edits.refresh(made.root, made.pins, "toy", "line-thirty", one.root, made)
+    result = edits.refresh(made.root, made.pins, "toy", "line-thirty", one.root, None, made)
     assert result.data["written"] == [f"patches/toy/line-thirty@{OLD}.patch"], "line-twelve only moved"
     now = {path: data for path, (_, data) in kept(made).items() if path.startswith("patches/")}
     assert main.items() <= now.items()
     request = deliver.Request(made.root, made.pins, made.pins.profile("all"))
     assert deliver.verify(request, one).done == "applied" and made.export(check=True).code == 0
-    assert edits.refresh(made.root, made.pins, "toy", None, one.root, made).data["edited"] == []
+    assert edits.refresh(made.root, made.pins, "toy", None, one.root, None, made).data["edited"] == []
 
 
 def test_a_new_patch_begins_on_the_default_release(made):
@@ -235,7 +287,7 @@ def test_a_new_patch_begins_on_the_default_release(made):
     edits.new(made.root, made.pins, "toy", "first-line")
     made.change("old/toy/lines.txt", "line 1\n", "line one\n")
     with pytest.raises(UsageError, match="first-line is new"):
-        edits.refresh(made.root, made.pins, "toy", "first-line", one.root, made)
+        edits.refresh(made.root, made.pins, "toy", "first-line", one.root, None, made)
 
 
 def test_the_refreshed_tree_compiles_and_keeps_its_state(made):

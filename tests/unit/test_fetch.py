@@ -1,6 +1,7 @@
 """Fetching: pip's own configuration says where from, the pinned digest says what is kept, and nothing is kept half."""
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import http.server
@@ -388,8 +389,35 @@ def test_no_room_for_the_archive_is_told_and_leaves_nothing(links, tmp_path):
 
 def test_a_cache_that_cannot_be_made_is_told(links, monkeypatch, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(NeedsWork, match="could not be made|cannot be read"):
+    with pytest.raises(NeedsWork, match="could not be made|cannot be read") as caught:
         fetch.sdist(*toy("0" * 64))
+    assert "XDG_CACHE_HOME" in caught.value.remedy
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.ENOENT])
+def test_a_cache_that_cannot_be_written_names_the_variable_that_moves_it(code, links, monkeypatch):
+    """Also for a release that is not pinned."""
+    def refused(path, *_):
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(fetch.staging, "_claim", lambda final, create: refused(final))
+    for call in (lambda: fetch.sdist(*toy("0" * 64)), lambda: fetch.unpinned(toy("0" * 64)[0], "1.0")):
+        with pytest.raises(NeedsWork, match=os.strerror(code)) as caught:
+            call()
+        assert "XDG_CACHE_HOME" in caught.value.remedy
+
+
+@pytest.mark.parametrize("home", ["", "relative", None])
+def test_without_a_home_folder_the_cache_has_to_be_named(home, monkeypatch):
+    """An empty HOME would put it at the root of the file system, a relative one wherever the command is run."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: home or path)  # None: a user whom no database knows
+    with pytest.raises(UsageError, match="no home folder") as caught:
+        fetch.cache_folder()
+    assert "XDG_CACHE_HOME" in caught.value.remedy
 
 
 def test_the_archive_is_never_held_in_memory(index):

@@ -1,10 +1,11 @@
 """The report holds every patch in order with its size, tests and what the two-arm proof said of it."""
 import json
+from pathlib import Path
 
 import pytest
 from checkout import NEW, OLD, TRAILERS, Checkout, hooked
 
-from patchset import evidence, report
+from patchset import evidence, pins, report
 from patchset.lock import Lock
 
 
@@ -49,10 +50,39 @@ def test_evidence_of_another_lock_is_marked_as_such(made):
     assert row["evidence"] == [{"record": "evidence/counter-a.json", "state": "shown", "current": True},
                                {"record": "evidence/counter-b.json", "state": "failed", "current": False}]
     text = "\n".join(report.run(made.root, made.pins, None).lines)
-    assert "failed (another lock); shown" in text and "evidence: shown in evidence/counter-a.json" in text
+    assert "failed (another lock); shown" in text and "counter-proof: shown in evidence/counter-a.json" in text
     (made.root / "patchset.lock").unlink()
     rows = report.run(made.root, made.pins, None).data["upstreams"]["toy"]["patches"]
     assert [verdict["current"] for verdict in rows[0]["evidence"]] == [False, False]
+
+
+def test_every_record_is_listed_with_what_it_is_worth(made):
+    """Also those of the whole series, which no patch's row can show."""
+    digest = next(iter(Lock.load(made.root).targets.values())).digest
+    lock = {"engines": {"a": {"lock": {"state": "locked", "digest": digest}}}}
+    made.write("evidence/rollout-x.json", json.dumps({"verb": "rollout", "subject": "x", "passed": True, **lock}))
+    made.write("evidence/bench-x.json", json.dumps({"verb": "bench", "subject": "x", "passed": False, **lock}))
+    made.write("evidence/odd.json", json.dumps({"rows": 7, "lock": "0" * 64, "passed": True}))
+    made.write("evidence/broken.json", "{")
+    made.write("evidence/README.md", "no record\n")
+    result = report.run(made.root, made.pins, None)
+    said = {record["record"]: record["why_not"] for record in result.data["records"]}
+    assert said.pop("evidence/broken.json").startswith("no JSON")
+    assert said == {"evidence/rollout-x.json": "", "evidence/bench-x.json": "the run did not pass",
+                    "evidence/odd.json": "made with another lock (000000000000)"}
+    text = "\n".join(result.lines)
+    assert "evidence: 4 records, 1 with today's lock and passed" in text
+    assert [line.split() for line in result.lines if "rollout-x" in line] == [
+        ["evidence/rollout-x.json", "rollout", "x", "yes"]]
+    assert [line.split(maxsplit=3)[3] for line in result.lines if "bench-x" in line] == ["no: the run did not pass"]
+
+
+def test_the_report_of_this_checkout_shows_every_record_there_is():
+    root = Path(__file__).resolve().parents[2]
+    said = report.run(root, pins.load(root), None)
+    names = {path.relative_to(root).as_posix() for path in (root / "evidence").glob("*.json")}
+    assert {record["record"] for record in said.data["records"]} == names
+    assert all(any(name in line for line in said.lines) for name in names)
 
 
 def test_another_release_has_its_own_report(made):

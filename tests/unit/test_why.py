@@ -1,9 +1,9 @@
-"""`why` names the patches on a path, their lines, reasons and overlay modules; no patch is an answer too."""
+"""`why` names the patches on a path, their lines, reasons and overlay modules; no patch is an answer."""
 import pytest
-from checkout import BODY, NEW, OLD, Checkout, hooked
+from checkout import BODY, NEW, OLD, Checkout, hooked, pack, tree
 
 from patchset import diff, why
-from patchset.errors import UsageError
+from patchset.errors import NeedsWork, UsageError
 
 GATE = "overlays/toy/toy/zero_mismatch/gate.py"
 
@@ -13,6 +13,17 @@ def made(tmp_path_factory) -> Checkout:
     checkout = hooked(tmp_path_factory.mktemp("why"))
     checkout.patch("line-one", "toy/lines.txt", "line 1\n", "", subject="The first line goes")
     return checkout
+
+
+@pytest.fixture(autouse=True)
+def cache(made, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(made.root / "cache"))
+
+
+@pytest.fixture(scope="module")
+def packed(made) -> Checkout:
+    pack(made)
+    return made
 
 
 def ask(made, path, version=None):
@@ -59,12 +70,46 @@ def test_an_overlay_module_names_the_hooks_that_import_it(made, path):
     assert "module of our overlay" in result.lines[0] and "gate-fp32" in result.lines[1]
 
 
+@pytest.mark.parametrize("path", ["setup.py", "build/toy/setup.py", "{root}/build/toy/setup.py"])
+def test_a_file_of_the_release_that_no_patch_touches_is_an_answer(packed, path):
+    result = ask(packed, path.format(root=packed.root))
+    assert result.lines[0] == "no patch touches setup.py" and result.data["patches"] == []
+
+
 @pytest.mark.parametrize(("path", "near"), [("toy/sub/router.py", "toy/router.py"), ("toy/routr.py", "toy/router.py"),
-                                            ("zzz", None)])
-def test_an_unknown_path_is_answered_with_what_is_near(made, path, near):
-    result = ask(made, path)
-    assert result.lines[0] == f"no patch touches {path}" and result.data["patches"] == []
-    assert result.data["near"][:1] == ([near] if near else [])
+                                            ("set-up.py", "setup.py"), ("toy/zero_mismatch/gates.py", GATE[13:]),
+                                            ("toy/router.py/x", "toy/router.py"), ("zzz", None), ("", None),
+                                            ("/toy", None)])
+def test_a_path_that_nothing_has_is_refused_with_what_is_near(packed, path, near):
+    with pytest.raises(UsageError, match="neither toy 2.0.0 nor the overlay has") as caught:
+        ask(packed, path)
+    meant = caught.value.remedy
+    assert meant.startswith(f"did you mean {near}") if near else "top of the source tree" in meant, meant
+
+
+def test_without_the_sources_an_unknown_path_is_no_answer(made, monkeypatch, tmp_path):
+    """Neither archive nor build/: it may be a slip of the pen or a file of the release."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(NeedsWork, match="cannot be told") as caught:
+        ask(made, "toy/routr.py")
+    assert "did you mean toy/router.py?" in caught.value.remedy and "apply.py fetch" in caught.value.remedy
+    assert ask(made, "toy/router.py").data["patches"], "what a patch touches needs no sources"
+
+
+def test_a_tree_in_build_serves_in_place_of_the_archive(tmp_path, monkeypatch):
+    built = hooked(tmp_path / "built")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tree(built)
+    assert ask(built, "setup.py").lines[0] == "no patch touches setup.py"
+    with pytest.raises(UsageError):
+        ask(built, "toy/routr.py")
+    with pytest.raises(NeedsWork, match="cannot be told"):
+        ask(built, "setup.py", OLD)
+
+
+@pytest.mark.parametrize("place", ["/opt/site-packages/toy/router.py", "/opt/toy/toy/router.py"])
+def test_an_absolute_path_may_lie_in_any_target(made, place):
+    assert ask(made, place).data["path"] == "toy/router.py"
 
 
 def test_a_version_selects_its_variant(made):

@@ -112,6 +112,29 @@ def test_apply_revert_apply_on_the_installed_wheels(site, checkout):
     assert_same(locked, snapshot(site), "applied again")
 
 
+VERBS = ["plan", "apply", "verify", "status", "recover", "revert"]
+
+
+def test_a_site_with_one_of_the_two_is_patched_only_by_name(site, checkout):
+    """It may be meant, or the folder is a wrong one: then megatron alone would be patched and exit 0."""
+    for path in [*site.glob("vllm-*.dist-info"), site / "vllm"]:
+        shutil.rmtree(path)
+    before = snapshot(site)
+    for verb in VERBS:
+        error = checkout.refused(verb, "--site", site, code=2)
+        assert error["message"].startswith("vllm not installed in") and "megatron-core 0.19.2 is" in error["message"]
+        assert "--upstream megatron" in error["remedy"], error
+        error = checkout.refused(verb, "--site", site, "--upstream", "vllm", code=2)
+        assert error["remedy"] == "pip install the pinned release there"
+        assert_same(before, snapshot(site), verb)
+    for verb in VERBS:
+        said = checkout.run(verb, "--site", site, "--upstream", "megatron")
+        assert [target["upstream"] for target in said["targets"]] == ["megatron"]
+    assert_same(before, snapshot(site), "reverted")
+    error = checkout.refused("apply", "--site", site.parent, code=2)
+    assert error["message"].startswith("vllm and megatron-core not installed in")
+
+
 def test_the_sdist_and_the_wheel_get_the_same_files(site, vllm_tree, megatron_tree, checkout):
     """One diff, two deliveries: what a wheel's user runs is what a tree's user reads."""
     said = checkout.run("apply", "--site", site)
@@ -201,7 +224,13 @@ def test_stale_compiled_files_are_never_used(vllm_tree, checkout):
 
 def test_without_arguments_both_upstreams_are_fetched_and_patched(tmp_path):
     mine = Checkout(tmp_path / "checkout")
+    before = snapshot(mine.root)
+    planned = mine.run("plan", cwd=mine.root)
+    assert_same(before, snapshot(mine.root, leave_out=("__pycache__",)), "plan before there is a target")
+    assert {target["done"] for target in planned["targets"]} == {"absent"}
     said = mine.run("apply")
+    for one, other in zip(planned["targets"], said["targets"], strict=True):
+        assert {**one, "done": "applied"} == other, "what was planned is what was done"
     assert [target["upstream"] for target in said["targets"]] == ["vllm", "megatron"]
     assert {target["done"] for target in said["targets"]} == {"applied"}
     assert {t["done"] for t in mine.run("apply")["targets"]} == {"unchanged"}
