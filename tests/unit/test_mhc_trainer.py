@@ -188,9 +188,9 @@ FAULTS = {
     "sums transposed": ("_sinkhorn_grad", lambda soft, steps, grad, real=mhc._sinkhorn_grad:
                         real(soft.mT, [(-3 - dim, total.mT, quotient.mT) for dim, total, quotient in steps], grad)),
     "rms taken for a constant": ("_mixes_grad", lambda x, fn, m, r, grad: ((grad * r) @ fn, (grad * r).T @ x)),
-    "norm taken for a constant": ("_norm_grad", lambda u, w, eps, grad, real=mhc._norm_grad:
+    "norm taken for a constant": ("rms_grad", lambda grad, u, w, eps, real=mhc.rms_grad:
                                   (grad * w * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps),
-                                   real(u, w, eps, grad)[1])),
+                                   real(grad, u, w, eps)[1])),
 }  # fmt: skip
 
 

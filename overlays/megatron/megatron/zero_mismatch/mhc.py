@@ -27,6 +27,7 @@ import torch
 
 from .masters import Masters
 from .packing import wide
+from .rms import rms_grad
 
 BLOCK = 2048  # tokens of one block of a backward; sums over tokens add whole blocks, forward bits are not touched
 
@@ -72,14 +73,6 @@ def _mixes_grad(x, fn, m, r, grad):
     return dy @ fn - along * x, dy.T @ x
 
 
-def _norm_grad(u, weight, eps, grad):
-    """(du, dweight) of RMSNorm(u) * weight."""
-    q = torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
-    weighted = grad * weight
-    along = (weighted * u).mean(-1, keepdim=True) * q**3
-    return weighted * q - along * u, (grad * u * q).sum(0)
-
-
 def _pre_grads(residual, fn, scale, base, weight, settings: Settings, grad_input, grad_post, grad_comb):
     """Gradients of one block of tokens: (dresidual, dfn, dscale, dbase, dweight). weight None: head, without a norm."""
     streams = residual.shape[1]
@@ -94,7 +87,7 @@ def _pre_grads(residual, fn, scale, base, weight, settings: Settings, grad_input
         du, dweight = grad_input, None
     else:
         mixed = (collapse[..., None] * residual).sum(1)
-        du, dweight = _norm_grad(mixed, weight, settings.norm_eps, grad_input)
+        du, dweight = rms_grad(grad_input, mixed, weight, settings.norm_eps)
     logits = [(du[:, None] * residual).sum(-1) * gate * (1 - gate)]
     if not head:
         s = torch.sigmoid(parts[1] * scale[1] + bases[1])

@@ -1,0 +1,56 @@
+"""K rows on their way through the FP8 cache: what a query reads is not what was computed, but what was stored.
+
+A row of 512 is stored as 448 e4m3 values with one power-of-two scale per 64, and 64 turned values in BF16 (584 bytes a
+token). The trainer keeps no cache between calls, but every row makes the same trip: vLLM's own kernel writes it into a
+private cache, vLLM's own dequantisation reads it back (first article, section 4.2). Reading back is exact, a code times
+a power of two being a BF16 number, so the trip rounds where the engine rounds and nowhere else.
+
+Rows lie one after another: the private cache is one request whose pages follow each other, so a row's slot is its
+index in the tensor read back. `round_trip` is the same in plain PyTorch.
+Upstream: csrc/fused_deepseek_v4_qnorm_rope_kv_insert_kernel.cu:370-410, common/ops/cache_utils.py:499.
+"""
+import torch
+
+from . import quant_fp8
+from .packing import wide
+
+GROUP = 64  # columns that share a scale
+PAGE = 64  # rows of a page
+ROW_BYTES = 584
+FLOOR = 1e-4  # of a group's largest magnitude
+
+
+def round_trip(row: torch.Tensor, turned: int) -> torch.Tensor:
+    """row: [..., D] in the wide type, its last `turned` columns rotated already -> [..., D] bf16 as read back.
+
+    The columns without rotation are rounded to BF16 before they are quantised, as both of the engine's writers do.
+    """
+    head, tail = row.to(torch.bfloat16).split([row.shape[-1] - turned, turned], -1)
+    groups = head.float().unflatten(-1, (-1, min(GROUP, head.shape[-1])))
+    scale = quant_fp8.ue8m0(groups.abs().amax(-1, keepdim=True).clamp(min=FLOOR))
+    head = (groups / scale).to(torch.float8_e4m3fn).float() * scale
+    return torch.cat([head.flatten(-2).to(torch.bfloat16), tail], -1)
+
+
+def private_cache(rows: int, device: torch.device) -> torch.Tensor:
+    """Room for `rows` rows: [pages, 64, 584] uint8, zeros (a row that nobody wrote reads as zeros)."""
+    return torch.zeros(max(1, -(-rows // PAGE)), PAGE, ROW_BYTES, dtype=torch.uint8, device=device)
+
+
+def read_back(cache: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
+    """The first `rows` rows of a private cache by vLLM's dequantisation: [rows, dim] bf16."""
+    from vllm.models.deepseek_v4.common.ops import dequantize_and_gather_k_cache
+
+    pages = cache.shape[0]
+    out = torch.empty(1, pages * PAGE, dim, dtype=torch.bfloat16, device=cache.device)
+    length = torch.full((1,), pages * PAGE, dtype=torch.int32, device=cache.device)
+    table = torch.arange(pages, dtype=torch.int32, device=cache.device)[None]
+    dequantize_and_gather_k_cache(
+        out, cache, seq_lens=length, gather_lens=None, block_table=table, block_size=PAGE, offset=0
+    )
+    return out[0, :rows]
+
+
+def through_cache(row: torch.Tensor, turned: int) -> torch.Tensor:
+    """`round_trip` where the engine computes in BF16; unchanged in fp64, where gradients are checked."""
+    return row if row.dtype == torch.float64 else round_trip(wide(row), turned)
