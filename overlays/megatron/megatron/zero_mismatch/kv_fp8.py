@@ -26,10 +26,8 @@ def round_trip(row: torch.Tensor, turned: int) -> torch.Tensor:
     The columns without rotation are rounded to BF16 before they are quantised, as both of the engine's writers do.
     """
     head, tail = row.to(torch.bfloat16).split([row.shape[-1] - turned, turned], -1)
-    groups = head.float().unflatten(-1, (-1, min(GROUP, head.shape[-1])))
-    scale = quant_fp8.ue8m0(groups.abs().amax(-1, keepdim=True).clamp(min=FLOOR))
-    head = (groups / scale).to(torch.float8_e4m3fn).float() * scale
-    return torch.cat([head.flatten(-2).to(torch.bfloat16), tail], -1)
+    stored = quant_fp8.quantise_rows(head, min(GROUP, head.shape[-1]), FLOOR)
+    return torch.cat([quant_fp8.dequantise_rows(*stored).to(torch.bfloat16), tail], -1)
 
 
 def private_cache(rows: int, device: torch.device) -> torch.Tensor:

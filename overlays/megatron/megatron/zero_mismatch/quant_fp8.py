@@ -31,7 +31,7 @@ TOKEN_FLOOR = 1e-10
 TOLERANCE = 2.0**-4
 
 
-def ue8m0(magnitude: torch.Tensor) -> torch.Tensor:
+def _ue8m0(magnitude: torch.Tensor) -> torch.Tensor:
     """The smallest power of two that brings `magnitude` to at most 448."""
     return torch.exp2(torch.ceil(torch.log2(magnitude / FP8_MAX)))
 
@@ -49,7 +49,7 @@ def quantise_weight(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """master: [..., N, K] bf16 -> codes [..., N, K] e4m3 and scales [..., N / 128, K / 128] fp32, powers of two."""
     check_blocks("quantise_weight", master)
     blocks = master.float().unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., N/128, 128, K/128, 128]
-    scale = ue8m0(blocks.abs().amax((-3, -1), keepdim=True).clamp(min=WEIGHT_FLOOR))
+    scale = _ue8m0(blocks.abs().amax((-3, -1), keepdim=True).clamp(min=WEIGHT_FLOOR))
     codes = (blocks / scale).to(torch.float8_e4m3fn)
     return codes.flatten(-4, -3).flatten(-2), scale.squeeze(-1).squeeze(-2)
 
@@ -59,10 +59,12 @@ def dequantise_weight(codes: torch.Tensor, scales: torch.Tensor, dtype=torch.flo
     return codes.to(dtype) * full
 
 
-def quantise_rows(x: torch.Tensor, group: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(
+    x: torch.Tensor, group: int = BLOCK, floor: float = TOKEN_FLOOR
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x: [..., K] bf16 -> codes [..., K] e4m3 and scales [..., K / group] fp32, powers of two."""
     groups = x.float().unflatten(-1, (-1, group))
-    scale = ue8m0(groups.abs().amax(-1, keepdim=True).clamp(min=TOKEN_FLOOR))
+    scale = _ue8m0(groups.abs().amax(-1, keepdim=True).clamp(min=floor))
     return (groups / scale).to(torch.float8_e4m3fn).flatten(-2), scale.squeeze(-1)
 
 
