@@ -56,7 +56,7 @@ def _vllm_q_and_k(q, kv, positions, cos_sin, eps):
     cache = kv_fp8.private_cache(tokens, q.device)
     slots = torch.arange(tokens, device=q.device)
     turned = torch.ops._C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
-        q, kv, cache.view(cache.shape[0], -1), slots, positions, cos_sin, heads, eps, kv_fp8.PAGE
+        q, kv, cache.view(cache.shape[0], -1), slots, positions, cos_sin, heads, eps, cache.shape[1]
     )
     return turned, kv_fp8.read_back(cache, tokens, dim)
 

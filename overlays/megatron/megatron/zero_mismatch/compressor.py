@@ -109,7 +109,7 @@ def vllm(kv_score, ape, weight, packed: Packed, cos_sin, ratio: int, eps: float)
     from vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl import _SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL
 
     dim, rows = weight.shape[0], count(packed, ratio)
-    cache = kv_fp8.private_cache(rows, kv_score.device)
+    cache = kv_fp8.private_cache(rows, kv_score.device, ratio)
     quant = {"quant_block": kv_fp8.GROUP, "token_stride": 576, "scale_dim": 8}
     write_rows(_SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL, kv_score, ape, weight, packed, cos_sin, ratio, eps, cache, dim,
                quant, ratio == 4)

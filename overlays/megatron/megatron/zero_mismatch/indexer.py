@@ -18,14 +18,13 @@ from typing import NamedTuple
 
 import torch
 
-from . import compressor, quant_fp8
+from . import compressor, kv_fp8, quant_fp8
 from .linear_fp8 import Fp8Kernels, OperandCache
 from .packing import Packed, wide
 from .rotary import rotate
 
 RATIO = 4
 FLOOR = 1e-4  # of a query's or a key's largest magnitude, both quantised as one group
-PAGE = 64
 BLOCK_SCORES = 1 << 26  # fp32 scores of one block of queries
 
 
@@ -119,14 +118,13 @@ def _vllm_keys(kv_score, ape, norm, packed, cos_sin, eps):
     from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
 
     dim, rows, device = norm.shape[0], compressor.count(packed, RATIO), kv_score.device
-    pages = -(-rows // PAGE)
-    cache = torch.zeros(pages, PAGE, dim + 4, dtype=torch.uint8, device=device)
+    cache = kv_fp8.private_cache(rows, device, RATIO, dim + 4)
     quant = {"quant_block": dim, "token_stride": dim, "scale_dim": 4}
     compressor.write_rows(compress_norm_rope_store_triton, kv_score, ape, norm, packed, cos_sin, RATIO, eps, cache, dim,
                           quant, True)
     codes = torch.empty(rows, dim, dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty(rows, 4, dtype=torch.uint8, device=device)
-    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    table = torch.arange(len(cache), dtype=torch.int32, device=device)[None]
     bounds = torch.tensor([0, rows], dtype=torch.int32, device=device)
     ops.cp_gather_indexer_k_quant_cache(cache, codes, scales, table, bounds)
     return codes, scales.view(torch.int32 if mqa_logits_use_mx_scales() else torch.float32).squeeze(-1)

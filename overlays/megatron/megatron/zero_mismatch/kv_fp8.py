@@ -15,8 +15,12 @@ from . import quant_fp8
 from .packing import wide
 
 GROUP = 64  # columns that share a scale
-PAGE = 64  # rows of a page
 ROW_BYTES = 584
+# Rows of a page: the engine's own pages (256 tokens of compressed rows, 64 of the window), so that the kernels that
+# are compiled for a page size and stride are the engine's binaries. Where a row lies does not change it.
+WINDOW_PAGE = 64
+PAGE_TOKENS = 256
+ALIGNMENT = 576  # bytes; a page starts at a multiple of it
 FLOOR = 1e-4  # of a group's largest magnitude
 
 
@@ -30,21 +34,27 @@ def round_trip(row: torch.Tensor, turned: int) -> torch.Tensor:
     return torch.cat([quant_fp8.dequantise_rows(*stored).to(torch.bfloat16), tail], -1)
 
 
-def private_cache(rows: int, device: torch.device) -> torch.Tensor:
-    """Room for `rows` rows: [pages, 64, 584] uint8, zeros (a row that nobody wrote reads as zeros)."""
-    return torch.zeros(max(1, -(-rows // PAGE)), PAGE, ROW_BYTES, dtype=torch.uint8, device=device)
+def private_cache(rows: int, device: torch.device, ratio: int = 0, row_bytes: int = ROW_BYTES) -> torch.Tensor:
+    """Room for `rows` rows: [pages, page, row_bytes] uint8, zeros (a row that nobody wrote reads as zeros).
+
+    ratio 0: the window's rows; 4 or 128: compressed ones.
+    """
+    page = PAGE_TOKENS // ratio if ratio else WINDOW_PAGE
+    pages, stride = max(1, -(-rows // page)), -(-page * row_bytes // ALIGNMENT) * ALIGNMENT
+    flat = torch.zeros(pages * stride, dtype=torch.uint8, device=device)
+    return flat.as_strided((pages, page, row_bytes), (stride, row_bytes, 1))
 
 
 def read_back(cache: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
     """The first `rows` rows of a private cache by vLLM's dequantisation: [rows, dim] bf16."""
     from vllm.models.deepseek_v4.common.ops import dequantize_and_gather_k_cache
 
-    pages = cache.shape[0]
-    out = torch.empty(1, pages * PAGE, dim, dtype=torch.bfloat16, device=cache.device)
-    length = torch.full((1,), pages * PAGE, dtype=torch.int32, device=cache.device)
+    pages, page, _ = cache.shape
+    out = torch.empty(1, pages * page, dim, dtype=torch.bfloat16, device=cache.device)
+    length = torch.full((1,), pages * page, dtype=torch.int32, device=cache.device)
     table = torch.arange(pages, dtype=torch.int32, device=cache.device)[None]
     dequantize_and_gather_k_cache(
-        out, cache, seq_lens=length, gather_lens=None, block_table=table, block_size=PAGE, offset=0
+        out, cache, seq_lens=length, gather_lens=None, block_table=table, block_size=page, offset=0
     )
     return out[0, :rows]
 
