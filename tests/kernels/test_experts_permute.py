@@ -48,11 +48,23 @@ def test_other_experts_do_not_move_a_row_within_its_expert():
 @pytest.mark.parametrize("wrong,words", [
     ({"codes": torch.zeros(4, 40, dtype=torch.uint8)}, "multiples of 16"),
     ({"scales": torch.zeros(3, 3)}, "fp32 scales and one list of experts a row"),
-    ({"ids": torch.zeros(4, 12, dtype=torch.int32)[:, ::2]}, "contiguous"),
+    ({"ids": torch.zeros(3, 6, dtype=torch.int32)}, "one list of experts a row"),
+    ({"out": torch.empty(400, 256, dtype=torch.uint8)}, "contiguous rows of 272"),
 ])
 def test_unfit_rows_are_refused(wrong, words):
     codes, scales = rows_of(4)
-    fit = {"codes": codes, "scales": scales, "ids": routing(4, "uniform")[0]} | wrong
-    out = torch.empty(capacity(24, EXPERTS, 16), fit["codes"].shape[1], dtype=torch.uint8)
+    fit = {"codes": codes, "scales": scales, "ids": routing(4, "uniform")[0],
+           "out": torch.empty(capacity(24, EXPERTS, 16), codes.shape[1], dtype=torch.uint8)} | wrong
     with pytest.raises(ValueError, match=words):
-        experts_permute.permute(fit["codes"], fit["scales"], fit["ids"], EXPERTS, out, alignment=16)
+        experts_permute.permute(fit["codes"], fit["scales"], fit["ids"], EXPERTS, fit["out"], alignment=16)
+
+
+def test_experts_need_not_lie_in_a_row_of_their_own():
+    """Routers may hand over a view, as upstream's scatter takes it."""
+    ids = routing(5, "empty slots")[0]
+    codes, scales = rows_of(5)
+    wide = torch.full((5, 12), -7, dtype=torch.int32)
+    wide[:, ::2] = ids
+    out = torch.empty(capacity(ids.numel(), EXPERTS, 16), codes.shape[1], dtype=codes.dtype)
+    place = experts_permute.permute(codes, scales, wide[:, ::2], EXPERTS, out, alignment=16)[2]
+    assert torch.equal(place, experts_permute.places_reference(ids, EXPERTS, 16)[0])

@@ -88,9 +88,9 @@ def _check(rows: torch.Tensor, scales: torch.Tensor, ids: torch.Tensor, out: tor
     if scales.dtype != torch.float32 or scales.ndim != 2 or len(scales) != len(rows) or len(ids) != len(rows):
         raise ValueError(f"expert rows: found scales {scales.dtype} {tuple(scales.shape)} and experts "
                          f"{tuple(ids.shape)} for {len(rows)} rows, expected fp32 scales and one list of experts a row")
-    if not ids.is_contiguous() or not out.is_contiguous() or out.shape[1] != rows.shape[1]:
-        raise ValueError(f"expert rows: experts and output must be contiguous and as wide as the rows; found strides "
-                         f"{ids.stride()} and output {tuple(out.shape)}")
+    if not out.is_contiguous() or out.shape[1] != rows.shape[1]:
+        raise ValueError(f"expert rows: found output {tuple(out.shape)} with strides {out.stride()}, expected "
+                         f"contiguous rows of {rows.shape[1]}")
 
 
 def permute(
@@ -106,6 +106,7 @@ def permute(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Fills `out`; returns scales [places, groups], ends [experts] and places [tokens, top_k], -1 where empty."""
     _check(rows, scales, ids, out)
+    ids = ids.contiguous()
     places, groups = len(out), scales.shape[1]
     if column_major:  # every column on a multiple of 16 bytes
         scales_out = torch.empty(groups, triton.cdiv(places, 4) * 4, dtype=torch.float32, device=rows.device).T[:places]
