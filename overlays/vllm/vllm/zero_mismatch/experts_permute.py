@@ -26,7 +26,7 @@ COPY_WARPS = 4
 def _rank_kernel(
     ids_ptr,  # [slots] global expert of each slot, negative where empty
     map_ptr,  # [global experts] local expert or -1; unused without MAPPED
-    place_ptr,  # [slots] int32, out: rank within the expert, -1 where no expert of this rank serves the slot
+    rank_ptr,  # [slots] int32, out: rank within the expert; not written where no expert of this GPU serves the slot
     count_ptr,  # [experts] int32, out
     slots, MAPPED: tl.constexpr, SLOTS: tl.constexpr,
 ):
@@ -38,17 +38,15 @@ def _rank_kernel(
         if MAPPED:
             expert = tl.load(map_ptr + expert, mask=expert >= 0, other=-1).to(tl.int32)
         hit = (expert == mine).to(tl.int32)
-        tl.store(place_ptr + slot, seen + tl.cumsum(hit, axis=0) - 1, mask=hit > 0)
-        if mine == 0:
-            tl.store(place_ptr + slot, expert, mask=(slot < slots) & (expert < 0))
+        tl.store(rank_ptr + slot, seen + tl.cumsum(hit, axis=0) - 1, mask=hit > 0)
         seen += tl.sum(hit, axis=0)
     tl.store(count_ptr + mine, seen)
 
 
 @triton.jit
 def _copy_kernel(
-    ids_ptr, map_ptr, count_ptr,
-    place_ptr,  # [slots] int32: ranks in, places out
+    ids_ptr, map_ptr, rank_ptr, count_ptr,
+    place_ptr,  # [slots] int32, out: -1 where no expert of this GPU serves the slot
     end_ptr,  # [experts] int32, out
     row_ptr, out_ptr,  # [tokens, WORDS] and [places, WORDS] int32
     scale_ptr, scale_out_ptr,  # [tokens, GROUPS] and [places, GROUPS] fp32
@@ -67,8 +65,10 @@ def _copy_kernel(
         expert = tl.load(ids_ptr + slot).to(tl.int32)
         if MAPPED:
             expert = tl.load(map_ptr + expert, mask=expert >= 0, other=-1).to(tl.int32)
-        if expert >= 0:
-            place = tl.load(place_ptr + slot) + tl.sum(tl.where(number < expert, aligned, 0))
+        if expert < 0:
+            tl.store(place_ptr + slot, -1)
+        else:
+            place = tl.load(rank_ptr + slot) + tl.sum(tl.where(number < expert, aligned, 0))
             tl.store(place_ptr + slot, place)
             token = (slot // TOP_K).to(tl.int64)
             place = place.to(tl.int64)
@@ -97,7 +97,7 @@ def permute(
     rows: torch.Tensor,  # [tokens, hidden] e4m3
     scales: torch.Tensor,  # [tokens, groups] fp32, any strides
     ids: torch.Tensor,  # [tokens, top_k] int: global expert of each slot, -1 where empty
-    experts: int,  # of this rank
+    experts: int,  # on this GPU
     out: torch.Tensor,  # [places, hidden] e4m3, out
     *,
     alignment: int,
@@ -112,14 +112,14 @@ def permute(
         scales_out = torch.empty(groups, triton.cdiv(places, 4) * 4, dtype=torch.float32, device=rows.device).T[:places]
     else:  # DeepGEMM packs these itself, and reads the gaps as well
         scales_out = torch.zeros(places, groups, dtype=torch.float32, device=rows.device)
-    place, ends, counts = (torch.empty(shape, dtype=torch.int32, device=rows.device)
-                           for shape in (ids.shape, (experts,), (experts,)))
+    place, rank, ends, counts = (torch.empty(shape, dtype=torch.int32, device=rows.device)
+                                 for shape in (ids.shape, ids.shape, (experts,), (experts,)))
     mapped = ids if expert_map is None else expert_map
     _rank_kernel[(experts,)](
-        ids, mapped, place, counts, ids.numel(), MAPPED=expert_map is not None, SLOTS=SLOTS, num_warps=RANK_WARPS)
+        ids, mapped, rank, counts, ids.numel(), MAPPED=expert_map is not None, SLOTS=SLOTS, num_warps=RANK_WARPS)
     words = rows.view(torch.int32)
     _copy_kernel[(max(ids.numel(), experts),)](
-        ids, mapped, counts, place, ends, words, out.view(torch.int32), scales, scales_out,
+        ids, mapped, rank, counts, place, ends, words, out.view(torch.int32), scales, scales_out,
         ids.numel(), words.stride(0), *scales.stride(), *scales_out.stride(),
         TOP_K=ids.shape[1], EXPERTS=experts, EXPERTS_PADDED=triton.next_power_of_2(experts), ALIGNMENT=alignment,
         WORDS=words.shape[1], WORDS_PADDED=triton.next_power_of_2(words.shape[1]),
