@@ -10,7 +10,8 @@ element is (((0 + p_0) + p_1) + p_2) + ... in fp32.
 Why it holds at every M:
 - a step of an element is the same instructions whatever the tile's height: on SM90 16-bit operands go through a
   warpgroup's m64n128k16, and a tile of 128 rows is two warpgroups side by side. A row of an MMA is an independent dot
-  product, and rows beyond M are loaded as zero and never stored;
+  product, and rows beyond M are loaded as zero and never stored. (SM100 has another instruction for each height: there
+  this is unproven.);
 - M chooses the height of the tile and the place of the slices, nothing else. With few tiles each slice has its own
   program, which writes 0 + p_i to a workspace, and `_add_slices_kernel` adds them in slice order. With many tiles one
   program walks all slices and adds them in registers, in slice order. Both are the sum above: a total that starts at +0
