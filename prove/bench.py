@@ -4,7 +4,8 @@ Both engines start at once on one GPU, idle while the other works, and take turn
 ratio is the median over pairs. The baseline is the recipe with VLLM_BATCH_INVARIANT=0; what its [bench] lays over the
 engine's flags holds for both. Each run samples what fits `--seconds` on the slower engine, the same on both.
 The table by operator comes from one profiled run of each engine: device time a step by kernel, summed into the
-recipe's operators. It is made after the first pair, so that a run cut short has a ratio and, next, its reasons.
+recipe's operators. It is made after the first pair, so that a run cut short has a ratio and, next, its reasons. Beside
+it stands what a step takes by the clock: what its kernels do not fill is the host's, and no operator's.
 """
 from __future__ import annotations
 
@@ -54,6 +55,12 @@ def summary(runs: dict[str, list[dict]], key: str = "decode_tokens_per_second") 
     pairs = [b / a for a, b in zip(off, on, strict=False) if a]
     return {"off": statistics.median(off), "on": statistics.median(on), "ratio": statistics.median(pairs),
             "pairs": pairs, "spread": (max(off) - min(off)) / statistics.median(off)}
+
+
+def step_us(done: dict[str, list[dict]], rows: int) -> dict[str, float]:
+    """What a decode step of the first pair took by the clock, in microseconds; 0 where no decode step was timed."""
+    speed = {name: runs[0]["decode_tokens_per_second"] for name, runs in done.items()}
+    return {name: rows / each * 1e6 if each else 0.0 for name, each in speed.items()}
 
 
 class Pair:
@@ -168,9 +175,12 @@ def bench(recipe: Recipe, ui: UI, *, concurrent: int, prompt_tokens: int, out_to
                                              settings.get("operators", {}))
                 kept.data["engines"][name]["kernels"] = sorted(profiled["kernels"], key=lambda k: -k["us"])[:60]
             operators.extend(shares(profiles["off"], profiles["on"]))
-            kept.finish(False, False, operators=operators)
+            steps, kernels = step_us(done, concurrent), {name: sum(profiles[name].values()) for name in sides}
+            kept.finish(False, False, operators=operators, step_us=steps, kernels_us=kernels)
             ui.say(table(["operator", "off us", "on us", "share of loss"],
                          [[r["operator"], r["off_us"], r["on_us"], f"{r['share']:.1%}"] for r in operators]))
+            ui.say(f"a step: {steps['off']:,.0f} us off, {steps['on']:,.0f} us on; of these {kernels['off']:,.0f} and "
+                   f"{kernels['on']:,.0f} us of kernels")
 
         done = pair.alternate(requests(concurrent, prompt_tokens, tokens, recipe.vocab), runs, ("off", "on"), profile)
     result = summary(done)

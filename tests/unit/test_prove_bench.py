@@ -67,6 +67,13 @@ def test_the_ratio_is_of_pairs_and_the_loss_is_shared_out(made, tmp_path):
         ("off", 0), ("on", 0), ("on", 1), ("off", 1), ("off", 2), ("on", 2)]
 
 
+def test_what_kernels_do_not_fill_of_a_step_can_be_read_off(made, tmp_path):
+    data = run_bench(made(), tmp_path)
+    assert data["step_us"] == pytest.approx({"off": 4000.0, "on": 4444.444})  # 4 rows at 1,000 and 900 tokens a second
+    assert data["kernels_us"] == {"off": 150.0, "on": 180.0}
+    assert bench.step_us({"off": [{"decode_tokens_per_second": 0.0}]}, 4) == {"off": 0.0}
+
+
 def test_a_run_samples_what_fits_on_the_slower_side(made, tmp_path):
     data = run_bench(made(), tmp_path)
     assert data["arguments"]["out_tokens"] == 225  # 900 tokens a second over 4 requests
