@@ -5,7 +5,8 @@ ratio is the median over pairs. The baseline is the recipe with VLLM_BATCH_INVAR
 engine's flags holds for both. Each run samples what fits `--seconds` on the slower engine, the same on both.
 The table by operator comes from one profiled run of each engine: device time a step by kernel, summed into the
 recipe's operators. It is made after the first pair, so that a run cut short has a ratio and, next, its reasons. Beside
-it stands what a step takes by the clock: what its kernels do not fill is the host's, and no operator's.
+it stands what a step takes by the clock: what its kernels do not fill is the host's, and a profile of the host says
+where the two engines differ there.
 """
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ import time
 
 from prove import precompile, record, workload
 from prove.engine import Engine
+from prove.host import differences
 from prove.recipe import Recipe
 from prove.rollout import _event, engine_start
 from prove.ui import UI, table
@@ -103,7 +105,7 @@ class Pair:
                 break
             for name in order if index % 2 == 0 else order[::-1]:  # neither side always goes first
                 result = self.call(name, "bench", requests=messages)
-                result.pop("kernels")
+                del result["kernels"], result["host"]
                 longest = max(longest, result["seconds"])
                 done[name].append(result)
                 self.kept.row({"side": name, "run": index, **result})
@@ -168,11 +170,12 @@ def bench(recipe: Recipe, ui: UI, *, concurrent: int, prompt_tokens: int, out_to
 
         def profile(done: dict[str, list[dict]]) -> None:
             kept.finish(False, False, **summary(done))
-            profiles = {}
+            profiles, host = {}, {}
             for name in sides:
                 profiled = pair.call(name, "bench", requests=short, profile_steps=PROFILE_STEPS)
                 profiles[name] = by_operator(profiled["kernels"], max(1, profiled["profiled_steps"]),
                                              settings.get("operators", {}))
+                host[name] = kept.data["engines"][name]["host"] = profiled["host"]
                 kept.data["engines"][name]["kernels"] = sorted(profiled["kernels"], key=lambda k: -k["us"])[:60]
             operators.extend(shares(profiles["off"], profiles["on"]))
             steps, kernels = step_us(done, concurrent), {name: sum(profiles[name].values()) for name in sides}
@@ -181,6 +184,8 @@ def bench(recipe: Recipe, ui: UI, *, concurrent: int, prompt_tokens: int, out_to
                          [[r["operator"], r["off_us"], r["on_us"], f"{r['share']:.1%}"] for r in operators]))
             ui.say(f"a step: {steps['off']:,.0f} us off, {steps['on']:,.0f} us on; of these {kernels['off']:,.0f} and "
                    f"{kernels['on']:,.0f} us of kernels")
+            ui.say(table(["host, own time under the profiler", "off us", "on us"],
+                         [[r["function"], r["off_us"], r["on_us"]] for r in differences(host["off"], host["on"])]))
 
         done = pair.alternate(requests(concurrent, prompt_tokens, tokens, recipe.vocab), runs, ("off", "on"), profile)
     result = summary(done)

@@ -5,14 +5,21 @@ import collections
 import contextlib
 import time
 
+from prove.host import HostProfile
+
+
+SETTLED = 20  # steps until the pipeline is full and the clocks are up
+
 
 class Clock:
-    """Times, or profiles, the steps of a run in which `rows` requests all decode."""
+    """Times the steps of a run in which `rows` requests all decode. With `profile_steps` it profiles so many of them on
+    the device and the next ones on the host: one after the other, because each slows the other's side."""
 
     def __init__(self, runner, rows: int, profile_steps: int):
         self.runner, self.rows, self.profile_steps = runner, rows, profile_steps
         self.times: list[float] = []
         self.profiler, self.kernels, self.profiled = None, [], 0
+        self.host, self.host_runs = HostProfile(), False
 
     def __enter__(self) -> Clock:
         self.execute = self.runner.execute_model
@@ -23,18 +30,35 @@ class Clock:
         self.runner.execute_model = self.execute
         if self.profiler is not None:
             self._stop()
+        if self.host_runs:
+            self._stop_host()
 
     def _step(self, scheduler_output, *args, **kwargs):
         counts = scheduler_output.num_scheduled_tokens
         if len(counts) == self.rows == scheduler_output.total_num_scheduled_tokens:
             self.times.append(time.perf_counter())
-            if self.profile_steps and len(self.times) == 20:  # by now the pipeline is full and the clocks are up
-                self._start()
-            elif self.profiler is not None:
-                self.profiled += 1
-                if self.profiled == self.profile_steps:
-                    self._stop()
+            if self.profile_steps:
+                self._profile()
         return self.execute(scheduler_output, *args, **kwargs)
+
+    def _profile(self) -> None:
+        """Before each step: ends or begins what is due."""
+        if self.profiler is not None:
+            self.profiled += 1
+            if self.profiled == self.profile_steps:
+                self._stop()
+                self.host_runs = True
+                self.host.start()
+        elif self.host_runs:
+            self.host.steps += 1
+            if self.host.steps == self.profile_steps:
+                self._stop_host()
+        elif len(self.times) == SETTLED:
+            self._start()
+
+    def _stop_host(self) -> None:
+        self.host_runs = False
+        self.host.stop()
 
     def _start(self) -> None:
         import torch
@@ -56,7 +80,7 @@ class Clock:
         times = self.times
         decode = (len(times) - 1) * self.rows / (times[-1] - times[0]) if len(times) > 1 else 0.0
         return {"decode_steps": len(times), "decode_tokens_per_second": decode, "kernels": self.kernels,
-                "profiled_steps": self.profiled}
+                "profiled_steps": self.profiled, "host": self.host.summary()}
 
 
 class Steps:

@@ -51,7 +51,7 @@ class Backend:
                    {"name": "flash_fwd_splitkv_mla", "count": 1, "us": self.slow * profile_steps}]
         return {"tokens": tokens, "seconds": tokens / self.rate, "decode_steps": 5,
                 "decode_tokens_per_second": self.rate, "kernels": kernels if profile_steps else [],
-                "profiled_steps": profile_steps}
+                "profiled_steps": profile_steps, "host": [{"function": "wait", "calls": 1.0, "own_us": self.slow}]}
 
     def op_run(self, *, requests, chunk=None, graphs="on", preempt_at=(), fresh=True, one_by_one=False,
                keep_blocks=None):

@@ -2,9 +2,10 @@
 import types
 
 import numpy as np
+import pytest
 import torch
 
-from prove import steps, vllm_backend
+from prove import host, steps, vllm_backend
 from prove.engine import unpack
 
 
@@ -80,3 +81,40 @@ def test_only_steps_in_which_all_decode_are_timed():
     step(1, 1, 1)  # the clock is gone
     found = clock.summary()
     assert found["decode_steps"] == 2 and found["decode_tokens_per_second"] > 0 and found["kernels"] == []
+    assert found["host"] == []
+
+
+@pytest.mark.parametrize("ran", [40, 27])  # the run may end before the host has had all its steps
+def test_the_device_is_profiled_first_and_then_the_host(monkeypatch, ran):
+    def busy(output):
+        return "ran"
+
+    runner, seen = types.SimpleNamespace(execute_model=busy), []
+
+    def begin(clock):
+        clock.profiler = "device"
+        seen.append(len(clock.times))
+
+    def end(clock):
+        clock.profiler = None
+        seen.append(len(clock.times))
+    monkeypatch.setattr(steps.Clock, "_start", begin)
+    monkeypatch.setattr(steps.Clock, "_stop", end)
+    clock = steps.Clock(runner, rows=1, profile_steps=5)
+    with clock:
+        for _ in range(ran):
+            runner.execute_model(types.SimpleNamespace(num_scheduled_tokens={0: 1}, total_num_scheduled_tokens=1))
+    found = clock.summary()
+    assert seen == [20, 25] and found["profiled_steps"] == 5
+    assert clock.host.steps == (5 if ran == 40 else 2)
+    mine = next(row for row in found["host"] if row["function"].endswith(" busy"))
+    assert mine["calls"] == (1.0 if ran == 40 else 1.5)  # the step under way when the run ends is not counted
+    assert not any("begin" in row["function"] for row in found["host"])
+
+
+def test_the_host_functions_that_differ_most_come_first():
+    off = [{"function": "wait", "calls": 1, "own_us": 10.0}, {"function": "same", "calls": 1, "own_us": 500.0}]
+    on = [{"function": "wait", "calls": 1, "own_us": 4000.0}, {"function": "same", "calls": 1, "own_us": 501.0},
+          {"function": "new", "calls": 3, "own_us": 90.0}]
+    assert [row["function"] for row in host.differences(off, on, most=2)] == ["wait", "new"]
+    assert host.differences(off, on)[1] == {"function": "new", "off_us": 0.0, "on_us": 90.0}
