@@ -2,10 +2,10 @@
 
     python tests/gpu/bench_mamba2.py [--out FILE] [--sweep]
 
-Sizes of Nemotron-3.5-Lightning: 64 heads x 64, 8 groups, state 128, chunk 128. A time is the median over replays of a
-CUDA graph of calls that rotate over enough slots to leave the L2 cache cold, in microseconds a call. `average` is the
-mean over all rows, each request at another row, as in serving. --sweep tries other heads a program, warps and stages,
-after checking that they give the same bits.
+Sizes of Nemotron-3.5-Lightning: 64 heads x 64, 8 groups, state 128. A time is the median over replays of a CUDA graph
+of calls that rotate over enough slots to leave the L2 cache cold, in microseconds a call. `average` has each request at
+another row of its chunk, as in serving; `worst` has all at the last, where S moves. `prefill` is a layer's part of
+8,192 tokens. --sweep tries other heads a program, warps and stages, and counts differing words.
 """
 import argparse
 import itertools
@@ -16,9 +16,11 @@ from graph_timing import median_us
 
 from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan
 
-SIZES = (64, 64, 8, 128, 128)
+CHUNK = mamba2_replay.CHUNK
+SIZES = (64, 64, 8, 128, CHUNK)
 BATCHES = (32, 128, 256)
-ROWS = (0, 15, 127)
+ROWS = (0, CHUNK // 2 - 1, CHUNK - 1)
+PREFILLS = ((8192,), (1024,) * 8)
 COLD = 2  # copies of the batch's slots to rotate over: 32 requests' states alone would fit the L2 cache
 CALLS, REPLAYS = 8, 15
 HEADS_WARPS_STAGES = list(itertools.product((1, 2, 4, 8), (4, 8), (1, 2, 3)))
@@ -66,17 +68,29 @@ class Batch:
 def decode_times(batch: int) -> dict:
     bench = Batch(batch)
     rows = {str(row): bench.replay([row] * batch) for row in ROWS}
-    spread = [(37 * i) % SIZES[-1] for i in range(batch)]
+    spread = [(37 * i) % CHUNK for i in range(batch)]
     rows["average"] = bench.replay(spread)
     update = bench.update()
     return {"batch": batch, "selective_state_update": update, "replay": rows,
-            "worst_ratio": round(rows["127"] / update, 3), "average_ratio": round(rows["average"] / update, 3)}
+            "worst_ratio": round(rows[str(CHUNK - 1)] / update, 3), "average_ratio": round(rows["average"] / update, 3)}
 
 
-def sweep(batch: int) -> list[dict]:
-    """The scan alone at row 127, by heads a program, warps and stages; every setting must give the same bits."""
+def prefill_time(lengths: tuple[int, ...]) -> dict:
+    device = torch.device("cuda")
+    step = mamba2_replay.random_step(sum(lengths), SIZES, device)
+    cache = mamba2_replay.new_cache(len(lengths) + 1, SIZES, torch.bfloat16, device, 0.01)
+    slots = torch.arange(1, len(lengths) + 1, dtype=torch.int32, device=device)
+    pieces = mamba2_pieces.prefill([0] * len(lengths), list(lengths), CHUNK, mamba2_scan.TILE,
+                                   lambda rows: torch.tensor(rows, dtype=torch.int32, device=device))
+    out = torch.empty_like(step.x)
+    return {"prefill": list(lengths),
+            "us": microseconds([lambda: mamba2_replay.prefill(step, cache, pieces, slots, out)])}
+
+
+def sweep(batch: int, row: int) -> list[dict]:
+    """The scan alone with all requests at `row`, by heads a program, warps and stages."""
     bench, found, first = Batch(batch), [], None
-    pieces = bench.pieces([126] * batch)
+    pieces = bench.pieces([row] * batch)
     for heads, warps, stages in HEADS_WARPS_STAGES:
         mamba2_scan.HEADS, mamba2_scan.WARPS, mamba2_scan.STAGES = heads, warps, stages
 
@@ -85,12 +99,12 @@ def sweep(batch: int) -> list[dict]:
         try:
             time = microseconds([lambda s=s: call(s) for s in bench.slots])
         except Exception as error:  # noqa: BLE001 - a setting that does not fit the GPU is a row too
-            found.append({"heads": heads, "warps": warps, "stages": stages, "error": str(error)[:100]})
+            found.append({"row": row, "heads": heads, "warps": warps, "stages": stages, "error": str(error)[:100]})
             continue
         call(bench.slots[0])
         words = bench.out.view(torch.int16).clone()
         first = words if first is None else first
-        found.append({"batch": batch, "heads": heads, "warps": warps, "stages": stages, "us": time,
+        found.append({"batch": batch, "row": row, "heads": heads, "warps": warps, "stages": stages, "us": time,
                       "differing": int((words != first).sum())})
     return found
 
@@ -105,9 +119,11 @@ def main() -> None:
         result["decode"].append(decode_times(batch))
         print(json.dumps(result["decode"][-1]), flush=True)
         torch.cuda.empty_cache()
+    result["prefill"] = [prefill_time(lengths) for lengths in PREFILLS]
+    print(json.dumps(result["prefill"]), flush=True)
     if args.sweep:
-        result["sweep"] = [row for batch in (32, 256) for row in sweep(batch)]
-        for row in sorted(result["sweep"], key=lambda r: (r.get("batch", 0), r.get("us", 1e9))):
+        result["sweep"] = [row for batch in (32, 256) for at in (CHUNK - 2, CHUNK - 1) for row in sweep(batch, at)]
+        for row in sorted(result["sweep"], key=lambda r: (r.get("batch", 0), r["row"], r.get("us", 1e9))):
             print(json.dumps(row))
     if args.out:
         with open(args.out, "w") as file:

@@ -5,9 +5,9 @@ from mamba2_cases import NAN, Scene, assert_same_bits, ints, recurrent_update
 from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-SIZES = {"tiny": (16, 64, 8, 128, 128), "lightning": (64, 64, 8, 128, 128)}
+Q = mamba2_replay.CHUNK
+SIZES = {"tiny": (16, 64, 8, 128, Q), "lightning": (64, 64, 8, 128, Q)}
 LENGTH = 300
-Q = 128
 CUDA = torch.device("cuda")
 
 
@@ -33,12 +33,12 @@ def test_outputs_and_state_are_within_tolerance_of_the_fp64_recurrence(sizes, wh
     want, size = (mamba2_replay.recurrence(s, 0, LENGTH, zero)[0] for s in (step, magnitudes))
     error = (whole.out[0].double().view_as(want) - want).abs() / size
     assert error.max() <= mamba2_replay.TOLERANCE, f"{error.max():.2e}"
-    want, size = (mamba2_replay.recurrence(s, 0, 2 * Q, zero)[1] for s in (step, magnitudes))
+    want, size = (mamba2_replay.recurrence(s, 0, LENGTH // Q * Q, zero)[1] for s in (step, magnitudes))
     error = (whole.cache.ssm[1].double() - want).abs() / size
     assert error.max() <= mamba2_replay.TOLERANCE, f"{error.max():.2e}"
 
 
-@pytest.mark.parametrize("cuts", [(1,), (15, 16, 17), (100, 200), (127,), (128,), (129,), (64, 130), (255, 256, 257)])
+@pytest.mark.parametrize("cuts", [(1,), (15, 16, 17), (100, 200), (Q - 1,), (Q,), (Q + 1,), (64, 130), (255, 256, 257)])
 def test_chunked_prefill_equals_prefill(sizes, whole, cuts):
     made = Scene(sizes, (LENGTH,), CUDA)
     made.prefill(0, *cuts)
@@ -46,7 +46,7 @@ def test_chunked_prefill_equals_prefill(sizes, whole, cuts):
     assert_same_bits(made.cache.ssm[1], whole.cache.ssm[1], f"state, cuts at {cuts}")
 
 
-@pytest.mark.parametrize("prompt", [1, 127, 128, 129])
+@pytest.mark.parametrize("prompt", [1, Q - 1, Q, Q + 1, 128])
 def test_decode_equals_prefill(sizes, whole, prompt):
     made = Scene(sizes, (LENGTH,), CUDA)
     made.run([0], [prompt])
@@ -127,7 +127,7 @@ def test_pages_of_the_engine_give_the_bits_of_plain_ones(sizes, whole):
     assert_same_bits(made.out[0], whole.out[0], "outputs over the engine's pages")
 
 
-@pytest.mark.parametrize("tile", [32, 64])
+@pytest.mark.parametrize("tile", [Q])
 def test_other_tiles_of_the_scan(sizes, whole, tile, monkeypatch):
     """Not relied on: says whether a prefill could take taller tiles without changing bits."""
     monkeypatch.setattr(mamba2_scan, "TILE", tile)

@@ -2,7 +2,7 @@
 import torch
 from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan
 
-SMALL = (4, 16, 2, 16, 32)      # H, P, G, N, Q: small enough for the interpreter, two tiles a chunk
+SMALL = (4, 64, 2, 16, mamba2_replay.CHUNK)  # H, P, G, N, Q: two tiles a chunk, two tiles of channels a head
 NAN = float("nan")
 
 

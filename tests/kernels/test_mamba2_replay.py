@@ -1,4 +1,10 @@
 """Mamba-2 chunk replay: correct against a sequential fp64 recurrence, and one set of bits however a request is cut."""
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
 import pytest
 import torch
 from mamba2_cases import NAN, SMALL, Scene, assert_same_bits, ints, recurrent_update
@@ -194,7 +200,45 @@ def test_upstream_recurrence_differs_from_the_scan(whole):
     assert 0.02 < differ.float().mean() < 0.9
 
 
-@pytest.mark.parametrize("sizes", [(4, 16, 3, 16, 32), (4, 24, 2, 16, 32), (4, 16, 2, 16, 48), (12, 16, 2, 16, 32)])
+@pytest.mark.parametrize("sizes", [(4, 16, 3, 16, 32), (4, 24, 2, 16, 32), (4, 16, 2, 16, 128), (6, 16, 2, 16, 32)])
 def test_unsupported_sizes_are_refused(sizes):
-    with pytest.raises(ValueError, match="expected head_dim, state and chunk"):
+    with pytest.raises(ValueError, match="expected head_dim and state to be powers of two"):
         mamba2_replay.check_sizes(sizes)
+
+
+def test_a_caller_with_another_chunk_is_refused():
+    """A trainer that cut at the model's own chunk_size would compute other bits."""
+    step = mamba2_replay.random_step(3, (*SMALL[:-1], 2 * Q), CPU)
+    with pytest.raises(ValueError, match=f"chunks of {Q} rows whatever the model's chunk_size"):
+        mamba2_replay.prefill(step, None, None, None, None)
+
+
+@pytest.mark.parametrize("sizes", [[64, 64, 8, 128], [16, 64, 8, 128]])
+def test_compiled_for_sm90_decode_moves_the_state_by_the_products_of_the_prefill(sizes):
+    """What the interpreter cannot show: both kernels multiply the same tiles by the same instruction, from S and not
+    from zero, and neither takes the asynchronous one (whose sums upstream found racy)."""
+    program = pathlib.Path(__file__).with_name("compile_mamba2.py")
+    run = subprocess.run([sys.executable, program, json.dumps(sizes)], capture_output=True, text=True,
+                         env=os.environ | {"TRITON_INTERPRET": "0"})
+    assert run.returncode == 0, run.stderr
+    compiled = json.loads(run.stdout)
+    assert compiled["scan"] == compiled["state"]
+    assert len(compiled["scan"]["dots"]) == 1 and compiled["scan"]["from_zero"] == []
+    assert compiled["scan"]["instructions"] == ["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"]
+
+
+def test_a_step_that_ends_some_chunks_moves_those_states_alone():
+    """Decode rows of one batch at the last row of a chunk, one before it, and a graph's padding."""
+    made = scene(Q, Q, 1)
+    made.run([0, 1], [Q - 1, Q - 2])
+    made.cache.ssm[0] = 1.0  # the null slot's
+    before = made.cache.ssm.clone()
+    step = made._gather([0, 1, 2], [1, 1, 1])
+    table = mamba2_pieces.DecodeTable(3, Q, CPU)
+    mamba2_replay.decode(step, made.cache, table.fill(ints([Q, Q - 1, 0], CPU)), ints([1, 2, 0], CPU),
+                         torch.empty_like(step.x))
+    assert (made.cache.ssm[1] != before[1]).any()
+    assert torch.equal(made.cache.ssm[2], before[2]) and torch.equal(made.cache.ssm[0], before[0])
+    alone = scene(Q)
+    alone.prefill(0)
+    assert_same_bits(made.cache.ssm[1], alone.cache.ssm[1], "the state of the chunk that ended")

@@ -13,7 +13,7 @@ BACKEND = "vllm/v1/attention/backends/mamba2_attn.py"
 GATE = "vllm/model_executor/layers/fused_moe/router/gate_linear.py"
 ON, OFF = types.SimpleNamespace(VLLM_BATCH_INVARIANT=True), types.SimpleNamespace(VLLM_BATCH_INVARIANT=False)
 CONV, STATE = (3, 3072), (16, 64, 128)
-RING = ((128, 1024), (128, 1024), (2, 16, 128))
+RING = ((32, 1024), (32, 1024), (2, 16, 32))
 
 
 def _model(name="NemotronHForCausalLM"):

@@ -13,7 +13,7 @@ ARCHITECTURES = frozenset({"NemotronHForCausalLM"})
 
 
 def sizes_of(config) -> tuple[int, int, int, int, int]:
-    """(H, P, G, N, Q) of a Nemotron-H model. config: VllmConfig or anything with its model_config."""
+    """(H, P, G, N, Q) of a Nemotron-H model, Q the replay's. config: VllmConfig or anything with its model_config."""
     model = config.model_config
     if not ARCHITECTURES & set(model.architectures):
         raise ValueError(
@@ -21,8 +21,13 @@ def sizes_of(config) -> tuple[int, int, int, int, int]:
             f"{', '.join(sorted(ARCHITECTURES))}. Unset VLLM_BATCH_INVARIANT for this model."
         )
     hf = model.hf_config
-    sizes = (hf.mamba_num_heads, hf.mamba_head_dim, hf.n_groups, hf.ssm_state_size, model.get_mamba_chunk_size())
+    sizes = (hf.mamba_num_heads, hf.mamba_head_dim, hf.n_groups, hf.ssm_state_size, mamba2_replay.CHUNK)
     mamba2_replay.check_sizes(sizes)
+    if model.get_mamba_chunk_size() % mamba2_replay.CHUNK:  # cached states lie at multiples of the model's chunk
+        raise ValueError(
+            f"batch-invariant Mamba-2: found chunk_size={model.get_mamba_chunk_size()}, expected a multiple of "
+            f"{mamba2_replay.CHUNK}. Unset VLLM_BATCH_INVARIANT for this model."
+        )
     return sizes
 
 
@@ -50,7 +55,7 @@ class Tables:
         if kv_cache_spec.mamba_cache_mode == "align" and kv_cache_spec.block_size % self.chunk:
             raise ValueError(
                 f"batch-invariant Mamba-2: found a Mamba block of {kv_cache_spec.block_size} tokens, expected a "
-                f"multiple of the chunk size {self.chunk}. Leave --block-size and --mamba-block-size unset."
+                f"multiple of {self.chunk}. Leave --block-size and --mamba-block-size unset."
             )
         most = vllm_config.scheduler_config.max_num_seqs
         graph = vllm_config.compilation_config.max_cudagraph_capture_size

@@ -36,10 +36,11 @@ _FILL = 128
 
 @dataclass(frozen=True)
 class Pieces:
-    """table: [pieces, 8] int32; requests: [requests, 4] int32; tails: [pieces, 8], those whose rows the ring keeps."""
+    """table: [pieces, 8] int32; of a prefill also requests: [requests, 4] int32, and tails: [pieces, 8], those whose
+    rows the ring keeps."""
 
     table: torch.Tensor
-    requests: torch.Tensor
+    requests: torch.Tensor | None
     tails: torch.Tensor | None
     tiles: int  # most row tiles a piece can have: bounds the grid, programs beyond a piece's end leave at once
 
@@ -90,10 +91,7 @@ class DecodeTable:
         table[:, REQUEST.value] = table[:, TOKEN.value] = rows
         table[:, STATE.value] = -1
         table[:, KEEP.value] = 1
-        requests = torch.zeros((most, R_WIDTH.value), dtype=torch.int32)
-        requests[:, R_REQUEST.value] = requests[:, R_PIECE.value] = rows
-        requests[:, R_COUNT.value] = 1
-        self.chunk, self.table, self.requests = chunk, table.to(device), requests.to(device)
+        self.chunk, self.table = chunk, table.to(device)
 
     def fill(self, seq_lens: torch.Tensor) -> Pieces:
         """seq_lens: [requests] int32, each counting the token that this step computes."""
@@ -103,4 +101,4 @@ class DecodeTable:
                              "Raise max_num_seqs.")
         if count:
             _fill_kernel[(triton.cdiv(count, _FILL),)](self.table, seq_lens, count, CHUNK=self.chunk, BLOCK=_FILL)
-        return Pieces(self.table[:count], self.requests[:count], None, 1)
+        return Pieces(self.table[:count], None, None, 1)

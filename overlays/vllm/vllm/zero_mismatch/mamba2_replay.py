@@ -1,6 +1,6 @@
 """Mamba-2 by chunk replay: prefill, chunked prefill and decode as one arithmetic, that of the chunked scan.
 
-Contract: Q is the chunk size, position p is row r = p mod Q of its chunk. The output of row r is a function of the
+Contract: Q is CHUNK, position p is row r = p mod Q of its chunk. The output of row r is a function of the
 state S at the chunk's start and of rows 0..r (`mamba2_scan`), the decay of row r of the decay of row r - 1
 (`mamba2_decay`), and S changes when a chunk is full (`mamba2_state`). Upstream decodes by a recurrence over S instead,
 which rounds otherwise from the first token on (vllm #55524).
@@ -9,13 +9,19 @@ A request keeps, a layer: S at its chunk's start (fp32, in vLLM's own state slot
 x and B after the convolution, dt and decay. The ring begins anew with each chunk, so wherever a position is a multiple
 of Q (prefix-cache blocks are) the state is S alone.
 
-Three launches a step when decoding (decay, scan, state), the same three binaries in a prefill. CUDA-graph-safe: a
-decode step reads lengths and slots on the device, and allocates nothing.
+Two launches a step when decoding (decay, and the scan, which ends full chunks), three in a prefill. CUDA-graph-safe:
+a decode step reads lengths and slots on the device, and allocates nothing.
 """
 from dataclasses import dataclass, replace
 
 import torch
 from vllm.zero_mismatch import mamba2_decay, mamba2_pieces, mamba2_scan, mamba2_state
+
+# Rows of a chunk, for rollout and trainer alike. The scan is exact for any, so the model's chunk_size (128) need not be
+# it. A decode step reads S and up to CHUNK rows, and each CHUNK steps writes S. For 64 heads x 64 x 128 that is, in
+# MiB, 2.3 at most in most steps and 4.3 in the one that ends a chunk, where upstream's recurrence moves 4 in every
+# step; with 128 rows 3.3, 5.3, and a ring of 1.3 instead of 0.33. With 16 a prefill would write S twice as often.
+CHUNK = 32
 
 
 @dataclass(frozen=True)
@@ -62,15 +68,15 @@ def ring_dtypes(activations: torch.dtype) -> tuple[torch.dtype, ...]:
 
 def check_sizes(sizes: tuple[int, int, int, int, int]) -> None:
     heads, head_dim, groups, state, chunk = sizes
-    powers = all(v >= 16 and v & (v - 1) == 0 for v in (head_dim, state, chunk))
+    powers = all(v >= 16 and v & (v - 1) == 0 for v in (head_dim, state))
     ratio = heads // groups if groups and heads % groups == 0 else 0
     shared = min(mamba2_scan.HEADS, ratio)
-    if not powers or not ratio or ratio % shared or state > 256 or chunk > 256:
+    if not powers or not ratio or ratio % shared or state > 256 or chunk != CHUNK:
         raise ValueError(
             f"batch-invariant Mamba-2: found heads={heads}, head_dim={head_dim}, groups={groups}, state={state}, "
-            f"chunk={chunk}; expected head_dim, state and chunk to be powers of two from 16 (state and chunk up to "
-            f"256), and heads a multiple of groups by 1, 2 or a multiple of {mamba2_scan.HEADS}. "
-            "Unset VLLM_BATCH_INVARIANT for this model."
+            f"chunk={chunk}; expected head_dim and state to be powers of two from 16 (state up to 256), heads a "
+            f"multiple of groups by 1 or a multiple of {mamba2_scan.HEADS}, and chunks of {CHUNK} rows whatever the "
+            "model's chunk_size. Unset VLLM_BATCH_INVARIANT for this model."
         )
 
 
@@ -83,6 +89,7 @@ def prefill_scratch(pieces: int, sizes: tuple[int, int, int, int, int], device) 
 
 def prefill(step: Step, cache: Cache, pieces: mamba2_pieces.Pieces, slots: torch.Tensor, out: torch.Tensor) -> None:
     """Rows of every piece; slots: [requests] int32; out: [tokens, H * P]. Leaves S and the ring for decode."""
+    check_sizes(step.sizes)  # a caller with another chunk would get other bits
     scratch, states = prefill_scratch(pieces.table.shape[0], step.sizes, out.device)
     mamba2_decay.decay(step, cache, pieces.table, slots, scratch)
     mamba2_state.advance(step, cache, pieces, slots, scratch, states)
@@ -95,7 +102,6 @@ def decode(step: Step, cache: Cache, pieces: mamba2_pieces.Pieces, slots: torch.
     """One row a request. Nothing is allocated: what a prefill has in scratch, decode has in the ring and the slot."""
     mamba2_decay.decay(step, cache, pieces.table, slots, cache.steps)
     mamba2_scan.scan(step, cache, pieces, slots, cache.steps, cache.ssm, out)
-    mamba2_state.advance(step, cache, pieces, slots, cache.steps, cache.ssm)
 
 
 def recurrence(step: Step, begin: int, end: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,9 @@
 
     y[r] = exp2(decay[r]) C[r] S + sum over k <= r of (C[r] B[k]) exp2(decay[r] - decay[k]) dt[k] x[k] + D x[r]
 
+A decode step that fills its chunk also moves S to the chunk's end, by `mamba2_state.next_state`: S and the rows are
+there, so the step costs the write of S and no other pass over them.
+
 Invariant: y[r] is a function of S, rows 0..r and C[r]; the same bits when r is one row of a long prefill, of a chunk
 that an earlier step began, or a decode step's only row.
 
@@ -17,18 +20,36 @@ import torch
 import triton
 import triton.language as tl
 from vllm.zero_mismatch.mamba2_pieces import END, FIRST, IN_RING, NULL_SLOT, REQUEST, STATE, TOKEN, WIDTH
-from vllm.zero_mismatch.mamba2_state import dot, rows
+from vllm.zero_mismatch.mamba2_state import CHANNELS, dot, next_state, rows
 
 # Rows of a tile: the least a tensor core takes. A decode step computes one tile, and its cost is the tile's.
 TILE = 16
-# Heads of one program: they share the C B products. Four read 128 KiB of state a program (two or more programs an SM
-# keep the memory busy at batch 32) and save three quarters of the reads of B. Heads are independent, so no bit depends
-# on their number.
-HEADS = 4
+# Heads of one program: they share the C B products. Two read 64 KiB of state a program, few enough for what is in
+# flight on the GPU to be still in its L2 cache when a chunk's end reads it again. Heads are independent, so no bit
+# depends on their number.
+HEADS = 2
 WARPS = 4
 STAGES = 2  # the next head's state and x are on their way while this one multiplies
 
 _INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _end_chunk(state_at, x_rows, b_rows, steps_at, h0, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+               Q: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr, WIDEN: tl.constexpr):
+    """S of heads [h0, h0 + BH) to the end of a chunk whose rows are all in the ring."""
+    n = tl.arange(0, N)
+    k = tl.arange(0, Q)
+    b = tl.load(b_rows[:, None] + n[None, :])
+    for h in range(h0, h0 + BH):
+        dt = tl.load(steps_at + h * Q + k)
+        decay = tl.load(steps_at + (H + h) * Q + k)
+        last = tl.load(steps_at + (H + h) * Q + Q - 1)
+        for p0 in tl.static_range(0, P, BP):
+            p = p0 + tl.arange(0, BP)
+            s_at = state_at + h * (P * N) + p[:, None] * N + n[None, :]
+            x = tl.load(x_rows[None, :] + h * P + p[:, None])
+            tl.store(s_at, next_state(tl.load(s_at), x, b, decay, dt, last, WIDEN))
 
 
 @triton.jit(do_not_specialize=["stride_slots"], do_not_specialize_on_alignment=["slots_ptr", "piece_ptr"])
@@ -37,7 +58,7 @@ def _scan_kernel(
     x_ptr, b_ptr, c_ptr, d_ptr, scratch_ptr, ring_x_ptr, ring_b_ptr, ring_steps_ptr, states_ptr, out_ptr,
     stride_xbc, stride_out, page_x, page_b, page_steps, page_state,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr,
-    BM: tl.constexpr, BH: tl.constexpr, WIDEN: tl.constexpr,
+    BM: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr, WIDEN: tl.constexpr,
 ):
     index = tl.program_id(0)
     piece = piece_ptr + index * WIDTH
@@ -88,17 +109,21 @@ def _scan_kernel(
         y += x_m * tl.load(d_ptr + h).to(tl.float32)
         out = out_ptr + (token + new_m)[:, None] * stride_out + h * P + p[None, :]
         tl.store(out, y.to(out_ptr.dtype.element_ty), mask=m_ok[:, None])
+    if (state < 0) & (end == Q):  # a decode step's chunk is full; this program alone holds these heads of the state
+        tl.debug_barrier()  # every warp has read S
+        _end_chunk(state_at, x_rows, b_rows, steps_ring, h0, H, P, N, Q, BH, BP, WIDEN)
 
 
 def scan(step, cache, pieces, slots: torch.Tensor, scratch: torch.Tensor, states: torch.Tensor,
          out: torch.Tensor) -> None:
-    """out: [tokens, H * P] bf16. states: the scratch of `mamba2_state.advance`, or the cache's own for decode."""
+    """out: [tokens, H * P] bf16. states: the scratch of `mamba2_state.advance`, or the cache's own for decode, whose
+    full chunks it ends."""
     heads, head_dim, groups, state, chunk = step.sizes
     shared = min(HEADS, heads // groups)
     _scan_kernel[(pieces.table.shape[0], heads // shared, pieces.tiles)](
         pieces.table, slots, slots.stride(0),
         step.x, step.b, step.c, step.d, scratch, cache.x, cache.b, cache.steps, states, out,
         step.x.stride(0), out.stride(0), cache.x.stride(0), cache.b.stride(0), cache.steps.stride(0), states.stride(0),
-        H=heads, P=head_dim, G=groups, N=state, Q=chunk, BM=TILE, BH=shared, WIDEN=_INTERPRETED,
-        num_warps=WARPS, num_stages=STAGES,
+        H=heads, P=head_dim, G=groups, N=state, Q=chunk, BM=TILE, BH=shared, BP=min(CHANNELS, head_dim),
+        WIDEN=_INTERPRETED, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip

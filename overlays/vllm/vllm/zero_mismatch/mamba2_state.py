@@ -5,8 +5,9 @@
 Invariant: S' is a function of S and of the chunk's rows. S changes only when a chunk is full, so its bits do not depend
 on where steps cut the prompt, nor on whether the rows came by prefill or one by one.
 
-Why it holds: one program owns a tile of S and walks the request's chunks in order; a sum over k is one dot of fixed
-shape over all Q rows. Decode runs the same binary: a program whose chunk is not full leaves at once.
+Why it holds: `next_state` is the one place that computes it, a tile of channels at a time, for the prefill's walk over
+a request's chunks here and for the decode step that fills a chunk (`mamba2_scan`). Its sum over k is one dot of fixed
+shape over all Q rows, on an accumulator that starts at the decayed S: nothing is left for a compiler to order.
 """
 import torch
 import triton
@@ -15,7 +16,7 @@ from vllm.zero_mismatch.mamba2_pieces import (
     END, FIRST, IN_RING, NULL_SLOT, R_COUNT, R_FRESH, R_PIECE, R_REQUEST, R_WIDTH, STATE, TOKEN, WIDTH,
 )  # fmt: skip
 
-# Rows of S (head channels) of one program. 32 keep the dot on the plain tensor-core path on every arch: with 64 rows
+# Rows of S (head channels) of one tile. 32 keep the dot on the plain tensor-core path on every arch: with 64 rows
 # and a loop, Triton takes the asynchronous one, which upstream found miscompiled (ssd_chunk_scan.py:20-29).
 CHANNELS = 32
 WARPS = 4
@@ -38,6 +39,16 @@ def dot(a, b, WIDEN: tl.constexpr):
     return tl.dot(a, b)
 
 
+@triton.jit
+def next_state(s, x, b, decay, dt, last, WIDEN: tl.constexpr):
+    """A tile of S' [channels, N] from that of S, x [channels, Q], B [Q, N], decay and dt [Q] and decay[Q - 1]."""
+    b = (b.to(tl.float32) * (tl.exp2(last - decay) * dt)[:, None]).to(b.dtype)
+    s = s * tl.exp2(last)
+    if WIDEN:
+        return tl.dot(x.to(tl.float32), b.to(tl.float32), s, input_precision="ieee")
+    return tl.dot(x, b, s)
+
+
 @triton.jit(do_not_specialize=["stride_slots"],
             do_not_specialize_on_alignment=["slots_ptr", "piece_ptr", "request_ptr"])
 def _state_kernel(
@@ -52,9 +63,6 @@ def _state_kernel(
     if slot == NULL_SLOT:
         return
     begin, count, fresh = tl.load(request + R_PIECE), tl.load(request + R_COUNT), tl.load(request + R_FRESH)
-    piece = piece_ptr + begin * WIDTH
-    if (tl.load(piece + STATE) < 0) & (tl.load(piece + END) < Q):
-        return  # decode inside a chunk: S stays
     h = tl.program_id(1)
     g = h // (H // G)
     p = tl.program_id(2) * BP + tl.arange(0, BP)
@@ -65,28 +73,23 @@ def _state_kernel(
     steps_ring = ring_steps_ptr + slot * page_steps + h * Q
     for index in range(begin, begin + count):
         piece = piece_ptr + index * WIDTH
-        state = tl.load(piece + STATE)
-        if state >= 0:
-            tl.store(states_ptr + state.to(tl.int64) * (H * P * N) + tile, s)
+        state = tl.load(piece + STATE)  # the piece's own number
+        tl.store(states_ptr + state.to(tl.int64) * (H * P * N) + tile, s)
         if tl.load(piece + END) == Q:
             first, in_ring, token = tl.load(piece + FIRST), tl.load(piece + IN_RING), tl.load(piece + TOKEN)
             at = token.to(tl.int64) * stride_xbc
-            # A prefill piece's state has the piece's own number.
             steps_new = scratch_ptr + state.to(tl.int64) * (2 * H * Q) + h * Q
             steps = tl.where(k < in_ring, steps_ring + k, steps_new + k)
-            last = tl.load(tl.where(in_ring == Q, steps_ring, steps_new) + H * Q + Q - 1)
-            scale = tl.exp2(last - tl.load(steps + H * Q)) * tl.load(steps)
             b = tl.load(rows(ring_b_ptr + slot * page_b + g * N, b_ptr + at + g * N, k, in_ring, first, G * N,
                              stride_xbc)[:, None] + n[None, :])
             x = tl.load(rows(ring_x_ptr + slot * page_x + h * P, x_ptr + at + h * P, k, in_ring, first, H * P,
                              stride_xbc)[None, :] + p[:, None])
-            b = (b.to(tl.float32) * scale[:, None]).to(b.dtype)
-            s = s * tl.exp2(last) + dot(x, b, WIDEN)
+            s = next_state(s, x, b, tl.load(steps + H * Q), tl.load(steps), tl.load(steps_new + H * Q + Q - 1), WIDEN)
     tl.store(ssm_ptr + slot * page_ssm + tile, s)
 
 
 def advance(step, cache, pieces, slots: torch.Tensor, scratch: torch.Tensor, states: torch.Tensor) -> None:
-    """Writes the state at each prefill piece's start to `states` [pieces, H, P, N] fp32, and the last to the slot."""
+    """Of a prefill: the state at each piece's start to `states` [pieces, H, P, N] fp32, and the last to the slot."""
     heads, head_dim, groups, state, chunk = step.sizes
     tile = min(CHANNELS, head_dim)
     _state_kernel[(pieces.requests.shape[0], heads, head_dim // tile)](
