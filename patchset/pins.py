@@ -60,10 +60,20 @@ class Profile:
 
 
 @dataclass(frozen=True)
+class Image:
+    """What the container image needs beyond the upstreams: docker/ reads it."""
+
+    python: str
+    arch: tuple[str, ...]
+    trainer: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Pins:
     root: Path
     upstreams: dict[str, Upstream]
     profiles: dict[str, Profile]
+    image: Image | None = None
 
     def upstream(self, name: str) -> Upstream:
         return self.upstreams[_choose("upstream", name, self.upstreams)]
@@ -133,8 +143,8 @@ def load(root: Path) -> Pins:
         raise UsageError(f"{path} does not exist", remedy="run apply.py from a zero-mismatch checkout") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"patchset.toml is not TOML: {error}", remedy="mend the line it names") from None
-    top = {"schema": NUMBER, "upstream": TABLE, "profile": TABLE}
-    _checked("the top level", data, top, set(top))
+    top = {"schema": NUMBER, "upstream": TABLE, "profile": TABLE, "image": TABLE}
+    _checked("the top level", data, top, set(top) - {"image"})
     if data["schema"] != SCHEMA:
         raise UsageError(f"patchset.toml has schema {data['schema']}, this tool reads {SCHEMA}", remedy="update it")
     upstreams = {name: _upstream(name, table) for name, table in data["upstream"].items()}
@@ -145,4 +155,10 @@ def load(root: Path) -> Pins:
         for upstream in table["upstreams"]:
             _choose("upstream", upstream, upstreams)
         profiles[name] = Profile(name, tuple(table["upstreams"]), tuple(table["arch"]))
-    return Pins(root, upstreams, profiles)
+    return Pins(root, upstreams, profiles, _image(data["image"]) if "image" in data else None)
+
+
+def _image(table: dict) -> Image:
+    kinds = {"python": TEXT, "arch": TEXTS, "trainer": TEXTS}
+    _checked("image", table, kinds, set(kinds))
+    return Image(table["python"], tuple(table["arch"]), tuple(table["trainer"]))
