@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What a container of the image does:
-#   serve RECIPE [--tiny] [FLAG...]   an engine with the recipe's flags and environment; FLAGs go to vllm serve
+#   serve RECIPE [FLAG...]            an engine with the recipe's flags and environment; FLAGs go to vllm serve
 #   prove VERB ARGUMENT...            a proof (prove/README.md); records go to /evidence if it is mounted
 #   train RECIPE COMMAND...           COMMAND in the recipe's environment, after its start-up check
 #   shell [COMMAND...]                a shell, or a command in one

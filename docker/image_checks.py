@@ -56,8 +56,8 @@ def imports(partial: bool) -> Iterator[Check]:
             absent = [one for one in group if partial and not (SITE / one.split(".")[0]).is_dir()]
             yield from ((f"import {one}", True, "not installed, left out") for one in absent)
             present = [one for one in group if one not in absent]
-            done = subprocess.run([sys.executable, "-c", TRY, *present], env=environment, capture_output=True, text=True,
-                                  cwd=folder, check=False)
+            done = subprocess.run([sys.executable, "-c", TRY, *present], env=environment, capture_output=True,
+                                  text=True, cwd=folder, check=False)
             said = dict(line.removeprefix(MARK).split(" ", 1) for line in done.stdout.splitlines()
                         if line.startswith(MARK))
             yield from (_imported(one, said.get(one, f"the process ended first: exit {done.returncode}"), partial)

@@ -7,7 +7,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-MARK = Path(os.environ.get("ZERO_MISMATCH_SERVING", "/tmp/zero-mismatch-serving"))  # `launch serve` writes its port here
+MARK = Path(os.environ.get("ZERO_MISMATCH_SERVING", "/tmp/zero-mismatch-serving"))  # `launch serve` writes its port
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import evidence, export, lint_series
+from . import evidence, export, lint_recipes, lint_series
 from .errors import PatchsetError
 from .lint_rules import ERROR, Finding
 from .lock import NAME, BaseFiles, Lock
@@ -17,7 +17,7 @@ CLAIM = re.compile(r"\bevidence/[\w./@+-]+\.json\b")
 
 def run(root: Path, pins: Pins, base: BaseFiles | None = None) -> Result:
     base = base or export.Sdists()
-    found = set(_claims(root))
+    found = set(_claims(root)) | set(lint_recipes.check(root, _today(root)))
     for upstream in pins.upstreams.values():
         found |= set(lint_series.check(root, pins, upstream, base))
     findings = sorted(found)
@@ -25,6 +25,14 @@ def run(root: Path, pins: Pins, base: BaseFiles | None = None) -> Result:
     warnings = len(findings) - errors
     data = {"findings": [finding.as_json() for finding in findings], "errors": errors, "warnings": warnings}
     return Result(data, [*map(str, findings), f"{errors} errors, {warnings} warnings"], int(errors > 0))
+
+
+def _today(root: Path) -> set[str]:
+    """The digests that a record may name; none without a lock, which _claims says."""
+    try:
+        return {target.digest for target in Lock.load(root).targets.values()}
+    except PatchsetError:
+        return set()
 
 
 def _claims(root: Path) -> Iterator[Finding]:

@@ -51,6 +51,7 @@ RULES: dict[str, tuple[str, str]] = {
     "overlay-link": (ERROR, "overlays hold plain files"),
     "lock": (ERROR, "write it with apply.py export"),
     "evidence": (ERROR, "make the record again with today's lock, or take the claim back"),
+    "recipe": (ERROR, "mend recipe.toml (recipes/README.md), or say its status as it is"),
 }
 
 

@@ -79,7 +79,7 @@ def environment(args) -> dict[str, str]:
 
 
 def run(args, screen: ui.UI) -> dict:
-    made = recipe.load(args.recipe, args.tiny)
+    made = recipe.require_one_gpu(recipe.load(args.recipe, args.tiny))
     common = {"out": args.out, "logs": args.logs, "budget": args.budget, "env": environment(args)}
     match args.verb:
         case "rollout":

@@ -4,7 +4,9 @@
 are laid over them with batch invariance on and off, and so is a model's own engine table. [tiny] names the small
 model's folder and its weights script; a recipe may have more small models, in sections [tiny-...]. A weights script
 has either `fill(model)`, which fills the parameters of a model built from the folder's config, or
-`write(source, folder)`, which writes a checkpoint of that config's sizes.
+`write(source, folder)`, which writes a checkpoint of that config's sizes. A recipe may name another as its `base`: its
+tables are laid over the other's, key by key, but for the small models, which belong to the recipe that has their files,
+and the status, which is a claim about one. recipe_schema.py has the rest.
 """
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ import dataclasses
 import pathlib
 import tomllib
 
+from prove import recipe_schema as schema
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SECTIONS = {"model", "env", "engine", "bisect", "bench", "precompile"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,11 @@ class Recipe:
     def vocab(self) -> int:
         return self.data[self.tiny or "model"]["vocab"]
 
+    @property
+    def status(self) -> dict:
+        """state, and where they are said evidence and missing: of the small model or of the checkpoint."""
+        return self.data[self.tiny]["status"] if self.tiny else self.data["status"]
+
     def engine_flags(self, invariant: bool) -> dict:
         """[engine] under the model's own engine table; the mode's flags of both are laid over those of either mode."""
         return _laid(self.data["engine"], self.data[self.tiny or "model"].get("engine", {}), invariant=invariant)
@@ -48,6 +56,11 @@ class Recipe:
     def environment(self, invariant: bool) -> dict[str, str]:
         return {**_laid(self.data.get("env", {}), invariant=invariant),
                 "VLLM_BATCH_INVARIANT": "1" if invariant else "0"}
+
+    def layout(self, side: str) -> dict[str, int]:
+        """Ranks of `rollout` or `trainer`, 1 where the recipe says nothing. A small model always takes one GPU."""
+        said = {} if self.tiny else self.data["layout"].get(side, {})
+        return {key: said.get(key, 1) for key in schema.LAYOUT}
 
     def section(self, name: str) -> dict:
         return self.data.get(name, {})
@@ -62,16 +75,50 @@ def _laid(*tables: dict, invariant: bool) -> dict:
     return merged
 
 
+def names(root: pathlib.Path = ROOT) -> list[str]:
+    return sorted(path.parent.name for path in (root / "recipes").glob("*/recipe.toml"))
+
+
 def load(name: str, tiny: str | None, root: pathlib.Path = ROOT) -> Recipe:
-    folder = root / "recipes" / name
-    path = folder / "recipe.toml"
-    if not path.is_file():
-        known = sorted(p.parent.name for p in (root / "recipes").glob("*/recipe.toml"))
-        raise ValueError(f"no recipe {name!r}: {path} does not exist; there are: {', '.join(known) or 'none'}")
-    data = tomllib.loads(path.read_text())
-    small = {section for section in data if section == "tiny" or section.startswith("tiny-")}
-    if unknown := set(data) - SECTIONS - small:
-        raise ValueError(f"{path}: unknown section {sorted(unknown)}; expected some of {sorted(SECTIONS)} or tiny...")
+    """Raises ValueError with everything that is wrong with the recipe."""
+    path = root / "recipes" / name / "recipe.toml"
+    data = _read(path, root)
+    if found := schema.findings(data):
+        raise ValueError("\n".join(f"{path}: {one}" for one in found))
+    small = schema.small(data)
     if tiny and tiny not in small:
-        raise ValueError(f"{path} has no [{tiny}] section; --tiny can be {', '.join(sorted(small)) or 'left out'}")
-    return Recipe(name, folder, tiny, data)
+        raise ValueError(f"{path} has no [{tiny}] section; --tiny can be {', '.join(small) or 'left out'}")
+    return Recipe(name, path.parent, tiny, data)
+
+
+def _read(path: pathlib.Path, root: pathlib.Path) -> dict:
+    """The recipe with its base under it."""
+    if not path.is_file():
+        raise ValueError(f"no recipe {path.parent.name!r}: {path} does not exist; there are: "
+                         f"{', '.join(names(root)) or 'none'}")
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    below = _read(root / "recipes" / str(base) / "recipe.toml", root)
+    return laid_over({section: table for section, table in below.items()
+                      if schema.kind_of(section) not in schema.NOT_INHERITED}, data)
+
+
+def require_one_gpu(made: Recipe) -> Recipe:
+    """The proofs drive one engine on one GPU (prove/README.md). Raises ValueError for a recipe of several."""
+    if (gpus := made.layout("rollout")["nodes"] * made.layout("rollout")["gpus"]) > 1:
+        raise ValueError(f"{made.name} runs on {gpus} GPUs, and the proofs drive one; prove its small model instead")
+    return made
+
+
+def laid_over(below: dict, above: dict) -> dict:
+    """`above` over `below`, table by table."""
+    merged = dict(below)
+    for key, value in above.items():
+        deep = isinstance(value, dict) and isinstance(below.get(key), dict)
+        merged[key] = laid_over(below[key], value) if deep else value
+    return merged

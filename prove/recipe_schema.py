@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 PROVEN, WRITTEN, PLANNED = "proven", "written", "planned"
 STATES = {
     PROVEN: "a record of `prove rollout` of this very recipe passed with today's lock",
-    WRITTEN: "everything it needs is here, and no such record says that it works",
+    WRITTEN: "it can be started, and no such record says that its bits are equal",
     PLANNED: "something it needs is not here: it refuses to start",
 }
 
@@ -56,13 +56,13 @@ KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
 STATUS = {"state": "state", "evidence": "texts", "missing": "texts"}
 LAYOUT = dict.fromkeys(("nodes", "gpus", "tensor", "pipeline", "data", "expert", "context"), "count")
 SECTIONS: dict[str, dict[str, str]] = {  # section, or section.subsection -> key -> kind
-    "model": {"path": "text", "vocab": "count"},
+    "model": {"path": "text", "vocab": "count", "engine": "flags"},
     "status": STATUS,
     "requires": {"platform": "platform", "arch": "texts", "memory_gib": "count", "modules": "texts"},
     "layout": {"rollout": "table", "trainer": "table"},
     "layout.rollout": LAYOUT,
     "layout.trainer": LAYOUT,
-    "tiny": {"model": "text", "weights": "text", "vocab": "count", "engine": "table", "status": "table"},
+    "tiny": {"model": "text", "weights": "text", "vocab": "count", "engine": "flags", "status": "table"},
     "tiny.status": STATUS,
     "precompile": {"script": "text"},
     "bisect": {"functions": "texts"},
@@ -73,31 +73,36 @@ REQUIRED = {"model": ("path", "vocab"), "status": ("state",), "requires": ("plat
             "layout": ("rollout",), "engine": (), "env": (), "tiny": ("model", "weights", "vocab", "status"),
             "tiny.status": ("state",)}
 OPTIONAL = {"tiny", "precompile", "bisect", "bench"}  # sections that a recipe may leave out
-FROM_BASE = ("tiny", "precompile")  # name files beside them, so they stay with the recipe that has the files
+NOT_INHERITED = ("tiny", "precompile", "status")  # they name files beside the recipe, or are a claim about it
 LAID_OUT = {"tensor": "tensor_parallel_size", "pipeline": "pipeline_parallel_size", "data": "data_parallel_size"}
 
 
 def findings(data: dict) -> list[str]:
     """Everything that keeps `data` (a recipe with its base already under it) from being a recipe."""
     known = {name for name in (*SECTIONS, *WHOLE) if "." not in name}
-    if unknown := set(data) - known:
+    if unknown := {name for name in data if kind_of(name) not in known}:
         return [f"unknown section {sorted(unknown)}{_near(sorted(unknown)[0], known)}; "
-                f"expected some of {sorted(known)}"]
+                f"expected some of {sorted(known)} or tiny-..."]
     found = [f"section [{name}] is missing" for name in sorted(known - OPTIONAL - set(data))]
-    for section, keys in SECTIONS.items():
-        table = _section(data, section)
-        if table is not None:
-            found += _keys(section, table, keys)
-    for section, kind in WHOLE.items():
-        if section in data and not KINDS[kind][0](data[section]):
-            found.append(f"[{section}] is not {KINDS[kind][1]}")
-    return found or [*_status_findings("status", data["status"]), *_tiny_findings(data), *_layout_findings(data)]
+    for section, table in data.items():
+        if section in WHOLE:
+            found += [] if KINDS[WHOLE[section]][0](table) else [f"[{section}] is not {KINDS[WHOLE[section]][1]}"]
+            continue
+        found += _keys(section, table, SECTIONS[kind_of(section)])
+        for name in (table if isinstance(table, dict) else ()):
+            if f"{kind_of(section)}.{name}" in SECTIONS:
+                found += _keys(f"{section}.{name}", table[name], SECTIONS[f"{kind_of(section)}.{name}"])
+    return found or [*_statuses(data), *_layout_findings(data)]
 
 
-def _section(data: dict, name: str):
-    outer, _, inner = name.partition(".")
-    table = data.get(outer)
-    return table.get(inner) if inner and isinstance(table, dict) else None if inner else table
+def kind_of(section: str) -> str:
+    """A recipe may have several small models, in [tiny] and [tiny-...]; they are all of one kind."""
+    return "tiny" if section.startswith("tiny-") else section
+
+
+def small(data: dict) -> list[str]:
+    """The sections of the recipe's small models."""
+    return sorted(section for section in data if kind_of(section) == "tiny")
 
 
 def _keys(section: str, table, keys: dict[str, str]) -> Iterator[str]:
@@ -109,7 +114,7 @@ def _keys(section: str, table, keys: dict[str, str]) -> Iterator[str]:
             yield f"[{section}] {key}: no such key{_near(key, keys)}; expected some of {sorted(keys)}"
         elif not KINDS[keys[key]][0](value):
             yield f"[{section}] {key} = {value!r}: expected {KINDS[keys[key]][1]}"
-    for key in REQUIRED.get(section, ()):
+    for key in REQUIRED.get(".".join(map(kind_of, section.split("."))), ()):
         if key not in table:
             yield f"[{section}] {key} is missing"
 
@@ -119,9 +124,10 @@ def _near(name: str, known) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _tiny_findings(data: dict) -> Iterator[str]:
-    if "tiny" in data:
-        yield from _status_findings("tiny.status", data["tiny"]["status"])
+def _statuses(data: dict) -> Iterator[str]:
+    yield from _status_findings("status", data["status"])
+    for section in small(data):
+        yield from _status_findings(f"{section}.status", data[section]["status"])
 
 
 def _status_findings(section: str, status: dict) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from checkout import BASE, BODY, NEW, OLD, TRAILERS, Checkout, edit, files, hooked
 
+from launch import __main__ as launch
 from patchset import edit as edit_module
 from patchset import export, lint, lint_rules, series
 from patchset.lock import Lock
@@ -122,6 +123,35 @@ def claim(record):
 
 
 GOOD = {"passed": True, "engines": {"a": {"lock": {"state": "locked", "digest": "{digest}"}}}}
+RECIPE = """[model]
+path = "x/y"
+vocab = 8
+[status]
+state = "proven"
+evidence = ["evidence/run.json"]
+[requires]
+platform = "cuda"
+arch = ["sm90"]
+[layout.rollout]
+[env]
+[engine]
+"""
+TOML, RUN = "recipes/r/recipe.toml", "recipes/r/run.sh"
+
+
+def recipe(record, text=RECIPE):
+    """A recipe that says it is proven, its run.sh, and the record it names."""
+    def work(made):
+        claim(record)(made)
+        (made.root / "README.md").unlink()
+        made.write(TOML, text)
+        launch.write(only_check=False, root=made.root)
+    return work
+
+
+def run_sh_edited(made):
+    recipe({**GOOD, "verb": "rollout", "subject": "r"})(made)
+    made.change(RUN, "vllm serve", "vllm serve --enforce-eager")
 
 CASES = {
     ("series", "repeated"): (write("patches/toy/series", "gate-fp32\ngate-fp32\n"), "patches/toy/series", 1),
@@ -211,6 +241,15 @@ CASES = {
     ("evidence", "another engine"): (
         claim({"passed": True, "lock": {"state": "other", "digest": "{digest}"}}), "README.md", 2),
     ("evidence", "not passed"): (claim({**GOOD, "passed": False}), "README.md", 2),
+    ("recipe", "no record"): (recipe(None), TOML, 1),
+    ("recipe", "another lock"): (recipe({"passed": True, "lock": "0" * 64}), TOML, 1),
+    ("recipe", "not passed"): (recipe({**GOOD, "passed": False, "verb": "rollout", "subject": "r"}), TOML, 1),
+    ("recipe", "record of another recipe"): (recipe({**GOOD, "verb": "rollout", "subject": "r-tiny"}), TOML, 1),
+    ("recipe", "record of another proof"): (recipe({**GOOD, "verb": "bench", "subject": "r"}), TOML, 1),
+    ("recipe", "schema"): (write(TOML, RECIPE.replace("vocab = 8", "vocab = 0")), TOML, 1),
+    ("recipe", "no TOML"): (write(TOML, "[model"), TOML, 1),
+    ("recipe", "no run.sh"): (write(TOML, RECIPE), RUN, 1),
+    ("recipe", "edited run.sh"): (run_sh_edited, RUN, 1),
     ("lock", ""): (lambda made: (claim(GOOD)(made), (made.root / "patchset.lock").unlink()), "patchset.lock", 1),
 }
 
@@ -226,6 +265,11 @@ def test_each_rule_finds_its_case_at_its_line(case, made):
     hits = [finding for finding in check(made) if finding["rule"] == case[0]]
     assert (path, line) in [(finding["path"], finding["line"]) for finding in hits], check(made)
     assert all(finding["remedy"] and finding["message"] for finding in hits)
+
+
+def test_a_recipe_whose_record_bears_it_out_is_no_finding(made):
+    recipe({**GOOD, "verb": "rollout", "subject": "r"})(made)
+    assert check(made) == []
 
 
 def test_every_rule_has_a_case():

@@ -1,0 +1,1 @@
+"""Start what a recipe describes: check the machine, then serve, train, or hand the environment to Ray."""

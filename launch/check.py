@@ -1,0 +1,124 @@
+"""The start-up validation: does this machine, with this environment, suit the recipe? Every finding at once.
+
+It reads the recipe that the proofs read. What it cannot see before the engine is configured (a backend that vLLM
+chose, a flag added by hand) the engine's own policy refuses later, in the same form (vllm/zero_mismatch/policy.py).
+A recipe that is planned is refused; one that is written, not proven, starts and says so.
+"""
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prove import record
+from prove import recipe_schema as schema
+from prove.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    arch: str  # sm90, gfx950
+    memory_gib: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is looked at, gathered in one place so that a test can make any machine."""
+
+    gpus: list[Gpu]
+    environment: dict[str, str]
+    modules: frozenset[str]  # those of the recipe's that can be imported
+    engine: dict = field(default_factory=dict)  # prove.record.bind of the vLLM that would be imported; {} without one
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    found: str
+    expected: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: found {self.found}, expected {self.expected}. {self.remedy}"
+
+
+def findings(made: Recipe, machine: Machine, invariant: bool) -> list[Finding]:
+    """Everything that keeps the recipe from starting here."""
+    return [*_status(made), *_gpus(made, machine), *_engine(made, machine, invariant),
+            *_environment(made, machine, invariant)]
+
+
+def _status(made: Recipe) -> Iterator[Finding]:
+    if made.status["state"] == schema.PLANNED:
+        yield Finding("status", "planned", "written or proven",
+                      "Missing: " + "; ".join(made.status["missing"]) + ".")
+
+
+def _gpus(made: Recipe, machine: Machine) -> Iterator[Finding]:
+    needs, layout = made.section("requires"), made.layout("rollout")
+    wanted = f"{layout['gpus']} of {' or '.join(needs['arch'])}"
+    fitting = [gpu for gpu in machine.gpus if gpu.arch in needs["arch"]]
+    if len(fitting) < layout["gpus"]:
+        seen = ", ".join(f"{gpu.name} ({gpu.arch})" for gpu in machine.gpus) or "none"
+        yield Finding("GPUs", seen, wanted, "Run on such a machine; other GPUs run other kernels.")
+    need = needs.get("memory_gib", 0)
+    for gpu in fitting:
+        if gpu.memory_gib < need:
+            yield Finding(f"memory of {gpu.name}", f"{gpu.memory_gib:.0f} GiB", f"{need} GiB", "Take larger GPUs.")
+
+
+def _engine(made: Recipe, machine: Machine, invariant: bool) -> Iterator[Finding]:
+    if not machine.engine:
+        yield Finding("vLLM", "none", "the patched vLLM", "Install it (docs/install.md), or set PYTHONPATH to it.")
+    elif invariant and machine.engine["state"] != "locked":
+        yield Finding("vLLM", f"{machine.engine['state']} tree", "the tree that patchset.lock names",
+                      "python3 apply.py apply --installed PYTHON patches it; apply.py status says where it stands.")
+    for module in made.section("requires").get("modules", ()):
+        if module not in machine.modules:
+            yield Finding(f"Python module {module}", "not installed", "installed",
+                          "The image has it (docker/steps/wheels.sh shows how it is built).")
+
+
+def _environment(made: Recipe, machine: Machine, invariant: bool) -> Iterator[Finding]:
+    for name, value in made.environment(invariant).items():
+        have = machine.environment.get(name)
+        if have != value:
+            yield Finding(f"environment variable {name}", "unset" if have is None else repr(have), repr(value),
+                          "Start with run.sh or `launch serve`; Ray workers need it in runtime_env (`launch ray`).")
+
+
+def look(made: Recipe, environment: dict[str, str] | None = None,
+         run: Callable[[list[str]], str | None] | None = None) -> Machine:
+    """This machine. `environment` is what the engine would get; by default this process's own."""
+    rocm = made.section("requires")["platform"] == "rocm"
+    spec = importlib.util.find_spec("vllm")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    wanted = made.section("requires").get("modules", ())
+    return Machine((_rocm_gpus if rocm else _cuda_gpus)(run or _output), dict(environment or os.environ),
+                   frozenset(name for name in wanted if importlib.util.find_spec(name)),
+                   record.bind(Path(folders[0]).parent) if folders else {})
+
+
+def _output(command: list[str]) -> str | None:
+    """What a tool prints, None if it is not there or fails: a machine without it has no such GPU."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cuda_gpus(run: Callable[[list[str]], str | None]) -> list[Gpu]:
+    said = run(["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]) or ""
+    rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line.count(",") == 2]
+    return [Gpu(name, "sm" + capability.replace(".", ""), float(mib) / 1024) for name, capability, mib in rows]
+
+
+def _rocm_gpus(run: Callable[[list[str]], str | None]) -> list[Gpu]:
+    """By rocminfo, whose agents of type GPU have the gfx name; it does not say their memory."""
+    names = [line.split(":", 1)[1].strip() for line in (run(["rocminfo"]) or "").splitlines()
+             if line.strip().startswith("Name:") and "gfx" in line]
+    return [Gpu(name, name, float("inf")) for name in names if name.startswith("gfx")]
