@@ -51,6 +51,8 @@ def fat_entries(section: bytes) -> list[tuple[int, int]]:
             raise BadLibrary(f"unknown fat binary container at byte {at}: {section[at:at + 16].hex()}")
         at += head
         end = at + size
+        if end > len(section):
+            raise BadLibrary(f"the fat binary container at byte {at - head} runs past its section")
         while at < end:
             kind, _, head, payload, *_, arch = ENTRY.unpack_from(section, at)
             if kind not in (PTX, SASS) or head < ENTRY.size or at + head + payload > end:

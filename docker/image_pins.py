@@ -78,8 +78,12 @@ def requirements() -> list[str]:
 
 def lock() -> dict[str, str]:
     """Package -> its lines of the lock: version, markers, hashes."""
-    blocks = re.split(r"^(?=[A-Za-z0-9])", LOCK.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {re.match(r"[A-Za-z0-9._-]+", block)[0]: block for block in blocks if block[:1].isalnum()}
+    found: dict[str, str] = {}  # a package has several versions where its markers tell platforms apart
+    for block in re.split(r"^(?=[A-Za-z0-9])", LOCK.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        if block:
+            name = re.match(r"[A-Za-z0-9._-]+", block)[0]
+            found[name] = found.get(name, "") + block
+    return found
 
 
 def locked(only: list[str], without: list[str]) -> list[str]:
