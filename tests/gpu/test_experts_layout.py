@@ -57,11 +57,15 @@ def test_upstreams_places_give_the_same_bits(chain):
     assert_same_bytes(chain.run(quantised, ids, weights), want, "against upstream's scatter")
 
 
-def test_repeated_runs_have_the_same_bits(chain):
+@pytest.mark.parametrize("tile", [16, 32, 64])
+def test_repeated_runs_have_the_same_bits(chain, tile):
+    """Tiles below 64 rows let the warps that store nothing run ahead into the next tile's scales."""
     _, quantised, ids, weights = chain.inputs(256)
-    want = chain.run(quantised, ids, weights)
-    for run in range(50):
-        assert_same_bytes(chain.run(quantised, ids, weights), want, f"run {run}")
+    want = chain.run(quantised, ids, weights, tile=128).view(torch.int16)
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(300):
+        differing += (chain.run(quantised, ids, weights, tile=tile).view(torch.int16) != want).sum()
+    assert int(differing) == 0
 
 
 def test_experts_are_those_of_an_fp64_reference(chain):
