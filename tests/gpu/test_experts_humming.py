@@ -106,6 +106,7 @@ def _routed(experts, tokens, seed=1):
 
 
 def test_a_token_keeps_its_bits_in_any_batch(experts):
+    """vllm PR #46639: Marlin's stream-K gives a row other bits at 4, 16, 64 and 257 tokens."""
     x, ids, weights = _routed(experts, max(TOKENS))
     whole = experts(x, ids, weights)
     for tokens in TOKENS:
@@ -113,6 +114,7 @@ def test_a_token_keeps_its_bits_in_any_batch(experts):
 
 
 def test_order_in_the_batch_and_a_second_run_move_no_bit(experts):
+    """vllm #52525: rows of an expert are aligned in another order and the result moves; #56887: split K by atomics."""
     x, ids, weights = _routed(experts, 600)
     whole, order = experts(x, ids, weights), torch.randperm(600, device="cuda")
     assert_same_bits(experts(x, ids, weights), whole, "again")

@@ -182,3 +182,10 @@ def test_mamba2_declares_support():
 
 def test_stock_mamba2_declares_none():
     assert _supports(stock) is None
+
+
+@pytest.mark.parametrize("backend", ["gdn_attn", "mamba1_attn", "short_conv_attn", "linear_attn"])
+def test_other_recurrent_layers_stay_refused(backend):
+    """vllm #48613: with the support flag alone GDN passes start-up and one request differs from eight. No flag here."""
+    path = f"vllm/v1/attention/backends/{backend}.py"
+    assert "supports_batch_invariance" not in patched(path)
