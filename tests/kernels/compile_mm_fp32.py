@@ -1,6 +1,6 @@
 """Compiles bi_mm_fp32's kernel for SM90, without a GPU, and prints what its products became.
 
-    TRITON_INTERPRET=0 python tests/kernels/compile_mm_fp32.py '[[K, dtype, height, aligned], ...]'
+    TRITON_INTERPRET=0 python tests/kernels/compile_mm_fp32.py '[[N, K, dtype, height, aligned], ...]'
 
 A program of its own, because kernels of the tests' process belong to the interpreter.
 """
@@ -11,6 +11,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import conftest  # noqa: E402, F401  makes the overlays importable without an installed engine
+import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -20,9 +21,10 @@ from vllm.zero_mismatch import mm_fp32  # noqa: E402
 ALIGNED = ("x_ptr", "w_ptr", "out_ptr", "stride_xm", "stride_wn")
 
 
-def compiled(k: int, dtype: str, height: int, aligned: bool) -> dict[str, str]:
+def compiled(n: int, k: int, dtype: str, height: int, aligned: bool) -> dict[str, str]:
     kernel = mm_fp32._mm_fp32_kernel
-    tile = (mm_fp32._TILES_FP32 if dtype == "fp32" else mm_fp32._TILES_16BIT)[0][1]
+    torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
+    tile = mm_fp32._tile(n, torch_dtype, torch_dtype)[1]
     slices, steps = mm_fp32._slices(k, tile)
     fixed = {"K": k, "BLOCK_M": height, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "SLICES": slices,
              "STEPS": steps, "BAND": mm_fp32._BAND, "WIDEN": dtype == "fp32", "EARLY": True}

@@ -112,15 +112,17 @@ def _compiled(cases):
 
 def test_compiled_for_sm90_every_height_address_and_k_runs_the_same_products():
     """What the interpreter cannot show: no slice is folded into the total, and M and addresses pick no instruction."""
-    cases = [(k, "bf16", *form) for k in (96, 1024, 4096) for form in itertools.product((64, 128), (True, False))]
-    cases += [(96, "fp32", 16, True), (4096, "fp32", 16, True)]
+    cases = [(n, k, "bf16", *form) for n, k in ((256, 96), (256, 4096), (1024, 1024), (1024, 4096))
+             for form in itertools.product((64, 128), (True, False))]
+    cases += [(256, 96, "fp32", 16, True), (256, 4096, "fp32", 16, True)]
     compiled = _compiled(cases)
     for case, code in compiled.items():
         accumulator, = code["accumulators"]
         assert accumulator.startswith("acc"), f"{case}: a slice adds to {accumulator}, it must start from zero"
         assert (code["additions"] > 0) == (code["slices"] > 1), f"{case}: partials are added where there are slices"
-    wide = [code["products"] for (_, dtype, _, _), code in compiled.items() if dtype == "bf16"]
-    assert len(set(map(tuple, wide))) == 1 and all("m64n128k16" in product for product in wide[0]), wide[0]
+    for n, instruction in ((256, "m64n64k16"), (1024, "m64n128k16")):
+        wide = [code["products"] for (width, _, dtype, *_), code in compiled.items() if (width, dtype) == (n, "bf16")]
+        assert len(set(map(tuple, wide))) == 1 and all(instruction in product for product in wide[0]), (n, wide[0])
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -163,8 +163,9 @@ def test_more_ctas_for_long_rows_fewer_for_many():
     part = topk_cuda.SETTINGS["PART"]
     assert topk_cuda._cluster(8, part, True) == 1
     assert topk_cuda._cluster(8, part + 1, True) == 2
-    assert topk_cuda._cluster(64, 131072, True) == 8
-    assert topk_cuda._cluster(256, 131072, True) == 2
+    assert topk_cuda._cluster(8, 131072, True) == 8
+    assert topk_cuda._cluster(64, 131072, True) == 2
+    assert topk_cuda._cluster(256, 131072, True) == 1
     assert topk_cuda._cluster(4096, 131072, True) == 1
     assert topk_cuda._cluster(4096, 131072, False) == 8
 

@@ -54,13 +54,17 @@ class Tile(NamedTuple):
 
 # (largest N served, tile), the first row whose bound holds. 128 x 128 by two warpgroups is the largest tile whose total
 # and partial both stay in registers, and the smallest that feeds the tensor cores from L2 at 8192 rows; a decode step's
-# rows fit 64, which halves the work on rows that are not there. Slices are what a decode step's parallelism comes from:
-# they give each class but the last 16 to 128 programs at one row.
+# rows fit 64, which halves the work on rows that are not there. Slices are what a decode step's parallelism comes from,
+# and each costs a partial of M x N: 256 rows, two tiles high, should make one wave of programs and no more.
 _TILES_16BIT = (
-    # Router gate, indexer weights, compressors of ratio 128: at most 8 strips. K = 4096 is 4 steps of 64 a slice.
-    (1024, Tile((64, 128), 128, 64, 16, 4, 16)),
+    # Router gate, indexer weights: up to 4 strips. K = 4096 is 4 steps of 64 a slice.
+    (256, Tile((64, 128), 64, 64, 16, 4, 16)),
+    # Indexer compressor: 4 strips.
+    (512, Tile((64, 128), 128, 64, 16, 4, 16)),
+    # Compressors of ratio 128: 8 strips.
+    (1024, Tile((64, 128), 128, 64, 8, 4, 16)),
     # Compressors of ratio 4: 16 strips.
-    (2048, Tile((64, 128), 128, 64, 8, 4, 16)),
+    (2048, Tile((64, 128), 128, 64, 4, 4, 16)),
     # A small lm_head: up to 64 strips.
     (8192, Tile((64, 128), 128, 64, 2, 4, 16)),
     # lm_head: a thousand strips fill the GPU by themselves, two tiles an SM.
@@ -69,9 +73,9 @@ _TILES_16BIT = (
 # fp32 has no exact tensor-core product; small tiles keep the FMA path's operands in registers.
 _TILES_FP32 = ((2**31 - 1, Tile((16,), 32, 32, 4, 3, 4)),)
 
-# Slices get programs of their own while that makes at most two waves on 132 multiprocessors; beyond, writing and
-# reading the partials costs more than idle multiprocessors do. Moves programs only: any value gives the same bits.
-_SPREAD = 264
+# Slices get programs of their own while that makes at most one wave on 132 multiprocessors; beyond, writing and reading
+# the partials costs more than it wins. Moves programs only: any value gives the same bits.
+_SPREAD = 132
 
 # Row blocks that share a weight strip: 8 x 128 rows of K = 4096 are 8 MB, well inside the L2 cache.
 _BAND = 8
