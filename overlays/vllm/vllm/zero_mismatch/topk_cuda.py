@@ -36,9 +36,9 @@ MAX_WIDTH = 1 << 24  # a position has two digits of 12 bits
 # RESIDENT  CTAs an SM must be able to hold; with THREADS it limits the registers.
 # PART      the fewest scores for which a row gets another CTA of its cluster.
 # LISTED    the most scores of one bin that are listed in shared memory; more are counted once more.
-# ROOM      the most CTAs of one launch of a decode step: one a multiprocessor. With more, CTAs of a cluster wait for each
-#           other while their neighbours take their share of the memory's bandwidth: 64 rows of 131,072 scores take
-#           34, 44 and 49 us with clusters of 2, 4 and 8.
+# ROOM      the most CTAs of one launch of a decode step: one a multiprocessor. With more, CTAs of a cluster wait for
+#           each other while their neighbours take their share of the memory's bandwidth: 64 rows of 131,072 scores
+#           take 34, 44 and 49 us with clusters of 2, 4 and 8.
 # None of these can change a result; they are for speed on an H200.
 SETTINGS = {"THREADS": 512, "KEYS": 16, "RESIDENT": 2, "PART": 8192, "LISTED": 512}
 ROOM = 132
