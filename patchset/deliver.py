@@ -16,7 +16,7 @@ from .pins import Pins, Profile, Release
 from .plan import Plan
 from .shadow import Offset
 from .target import Target
-from .transaction import JOURNAL, PENDING, Change, Transaction, discard, sha256_of, write_synced
+from .transaction import JOURNAL, PENDING, Change, Transaction, discard, make_folder, sha256_of, write_synced
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,11 @@ def _deliver(request: Request, target: Target, built: Built) -> None:
     try:
         changes, folders = _stage(request, target, built, folder)
         Transaction(target.root, folder).run("apply", changes, folders)
-    except OSError as error:
+    except BaseException as error:
         if not (folder / JOURNAL).exists():
             discard(folder)
+        if not isinstance(error, OSError):
+            raise
         raise NeedsWork(f"cannot write to {target.root}: {error.strerror or error}; it is as it was",
                         remedy="mend the cause (free space, permissions, read-only mount), then apply again") from error
     _drop_caches(target, [change.path for change in changes])
@@ -117,7 +119,8 @@ def _deliver(request: Request, target: Target, built: Built) -> None:
 def _stage(request: Request, target: Target, built: Built, folder: Path) -> tuple[list[Change], list[str]]:
     """Fill state/applied with every new file. Returns the changes and the folders that will be created."""
     store = folder / "applied"
-    store.mkdir(parents=True)
+    make_folder(folder)
+    make_folder(store)
     if target.kind == "tree":
         write_synced(folder / ".gitignore", b"*\n")
     locked = built.locked

@@ -1,15 +1,16 @@
 """The records of evidence/: whether one still bears out a claim, and what the two-arm proof said of each patch."""
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
+
+from . import jsonfile
 
 
 def why_not(path: Path, today: set[str]) -> str:
     """Why a record does not bear out a claim, or an empty string. today: the digests of the lock's entries."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = jsonfile.read(path)
     except FileNotFoundError:
         return "no such record"
     except ValueError as error:
@@ -60,7 +61,7 @@ def records(root: Path, today: set[str]) -> list[dict]:
 def _read(path: Path) -> dict:
     """The record, or an empty one where there is none to read."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = jsonfile.read(path)
     except ValueError:
         return {}
     return record if isinstance(record, dict) else {}

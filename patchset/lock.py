@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import series
+from . import jsonfile, series
 from .errors import ConflictError, LockMismatch, Row
 from .pins import Pins, Profile, Release, Upstream
 from .shadow import File, Files, Offset, Shadow
@@ -119,16 +119,15 @@ class Lock:
     @classmethod
     def load(cls, root: Path) -> Lock:
         """Raises LockMismatch if the lock is missing, unreadable or of another schema."""
-        path = root / NAME
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = jsonfile.read(root / NAME)
             if data["schema"] != SCHEMA:
                 raise LockMismatch(f"{NAME} has schema {data['schema']}, this tool reads {SCHEMA}",
                                    remedy="write it again with apply.py export")
             return cls({name: _read_target(name, entry) for name, entry in data["targets"].items()})
         except FileNotFoundError:
             raise LockMismatch(f"{NAME} does not exist", remedy="write it with apply.py export") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except jsonfile.WRONG as error:
             raise LockMismatch(f"{NAME} cannot be read: {error!r}", remedy="write it again with apply.py export"
                                ) from None
 

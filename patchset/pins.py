@@ -141,7 +141,7 @@ def load(root: Path) -> Pins:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist", remedy="run apply.py from a zero-mismatch checkout") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"patchset.toml is not TOML: {error}", remedy="mend the line it names") from None
     top = {"schema": NUMBER, "upstream": TABLE, "profile": TABLE, "image": TABLE}
     _checked("the top level", data, top, set(top) - {"image"})

@@ -117,6 +117,8 @@ def slugs(root: Path, upstream: str) -> list[str]:
     except FileNotFoundError:
         raise UsageError(f"{path.relative_to(root)} does not exist",
                          remedy="create it; an empty series is an empty file") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path.relative_to(root)} is not UTF-8: {error}", remedy="save it as UTF-8") from None
     order = [line.split("#", 1)[0].strip() for line in lines]
     order = [slug for slug in order if slug]
     for slug in order:

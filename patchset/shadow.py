@@ -87,11 +87,10 @@ class Shadow:
             return []
         pool = self.folder / "pool"
         pool.mkdir(exist_ok=True)
-        names = []
+        names = []  # from the repository's folder: the one of temporary files may be called anything, line ends and all
         for number, file in enumerate(files.values()):
-            path = pool / str(number)
-            path.write_bytes(file.data)
-            names.append(str(path))
+            (pool / str(number)).write_bytes(file.data)
+            names.append(f"../{pool.name}/{number}")
         return self.repository.out(["hash-object", "-w", "--no-filters", "--stdin-paths"],
                                    stdin="\n".join(names).encode()).split()
 

@@ -9,8 +9,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .errors import LockMismatch
-from .transaction import Change
+from . import jsonfile
+from .errors import DirtyTarget, LockMismatch
+from .transaction import Change, read_changes
 
 NAME = "state.json"
 SCHEMA = 1
@@ -36,19 +37,19 @@ class State:
 def load(folder: Path) -> State | None:
     """The state of an applied target, or None. Raises LockMismatch if it cannot be read."""
     try:
-        data = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        data = jsonfile.read(folder / NAME)
+        if data.pop("schema") != SCHEMA:
+            raise LockMismatch(f"{folder / NAME} was written by another version of this tool",
+                               remedy="revert with the version that applied it, then apply with this one")
+        for key in ("without", "folders"):
+            data[key] = tuple(data[key])
+        data["changes"] = read_changes(data["changes"])
+        return State(**data)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise LockMismatch(f"{folder / NAME} cannot be read: {error}", remedy="take a fresh copy of the release"
-                           ) from None
-    if data.pop("schema", None) != SCHEMA:
-        raise LockMismatch(f"{folder / NAME} was written by another version of this tool",
-                           remedy="revert with the version that applied it, then apply with this one")
-    for key in ("without", "folders"):
-        data[key] = tuple(data[key])
-    data["changes"] = tuple(Change(**change) for change in data["changes"])
-    return State(**data)
+    except jsonfile.WRONG as error:
+        raise LockMismatch(f"{folder / NAME} is damaged ({error!r}), so what was applied cannot be told",
+                           remedy="take a fresh copy of the release, then apply") from None
 
 
 def record_after(record: bytes, files: dict[str, bytes], unhashed: list[str]) -> bytes:
@@ -57,9 +58,13 @@ def record_after(record: bytes, files: dict[str, bytes], unhashed: list[str]) ->
     Unchanged lines keep their bytes and order. RECORD is CSV: path, sha256=<urlsafe base64>, size.
     """
     lines, left = [], dict(files)
-    for line in record.decode("utf-8").splitlines(keepends=True):
-        path = next(csv.reader([line]))[0] if line.strip() else ""
-        lines.append(_line(path, left.pop(path)) if path in left else line)
+    try:
+        for line in record.decode("utf-8").splitlines(keepends=True):
+            path = next(csv.reader([line]))[0] if line.strip() else ""
+            lines.append(_line(path, left.pop(path)) if path in left else line)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DirtyTarget(f"RECORD cannot be read ({error}), so what is installed cannot be told",
+                          remedy="install the wheel again with pip") from None
     if lines and not lines[-1].endswith("\n"):
         lines[-1] += "\n"
     lines += [_line(path, data) for path, data in sorted(left.items())]

@@ -14,15 +14,15 @@ import subprocess
 import tomllib
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
-from . import git
+from . import git, jsonfile
 from .errors import DirtyTarget, LockMismatch, NeedsWork, Row, UsageError
 from .pins import Pins, Release, Upstream
 
 TREE_STATE = ".zero-mismatch"
 SITE_STATE = "zero_mismatch"
+INSTALLED = (".dist-info", ".egg-info")  # <name with _>-<version>; an egg has no RECORD and is refused for that
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ def tree(upstream: Upstream, folder: Path) -> Target:
 def identify(pins: Pins, folder: Path, names: list[str]) -> Target:
     """Which of the upstreams `folder` is a source tree of, by the project name it declares."""
     root = folder.resolve()
+    if not root.is_dir():
+        raise UsageError(f"{folder} is no folder", remedy="name the top of a source tree")
     project = _project_name(root)
     for name in names:
         upstream = pins.upstream(name)
@@ -103,14 +105,14 @@ def _normal(name: str) -> str:
 def _project_name(root: Path) -> str:
     try:
         return _normal(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"])
-    except (OSError, KeyError, tomllib.TOMLDecodeError):
+    except (FileNotFoundError, KeyError, TypeError, ValueError, RecursionError):  # there is none, or it names none
         return _normal(_field(root / "PKG-INFO", "Name"))
 
 
 def _field(path: Path, key: str) -> str:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except FileNotFoundError:
         return ""
     match = re.search(rf"^{key}: (.+)$", text.split("\n\n", 1)[0], re.MULTILINE)
     return match[1].strip() if match else ""
@@ -138,23 +140,39 @@ def _tree_version(upstream: Upstream, root: Path) -> str:
 def site(upstream: Upstream, folder: Path) -> Target | None:
     """The upstream as installed in a site folder, or None. Raises DirtyTarget if editable or without RECORD."""
     root = folder.resolve()
-    found = [d for d in metadata.distributions(path=[str(root)])
-             if _normal(d.metadata["Name"] or "") == _normal(upstream.distribution)]
+    found = [path for kind in INSTALLED for path in sorted(root.glob(f"*{kind}"))
+             if _normal(path.name.removesuffix(kind).split("-")[0]) == _normal(upstream.distribution)]
     if not found:
         return None
     if len(found) > 1:
         raise DirtyTarget(f"{folder} holds {len(found)} versions of {upstream.distribution}",
                           remedy="remove all but one dist-info folder",
-                          rows=[Row(str(d._path), d.version, "one version") for d in found])
-    info = Path(found[0]._path)
-    direct = found[0].read_text("direct_url.json")
-    if direct and json.loads(direct).get("dir_info", {}).get("editable"):
+                          rows=[Row(str(path), path.name, "one version") for path in found])
+    [info] = found
+    if _editable(info):
         raise DirtyTarget(f"{upstream.distribution} is an editable install",
                           remedy="patch the checkout it points to: apply.py apply --from DIR")
     if not (info / "RECORD").exists():
-        raise DirtyTarget(f"{info.name} has no RECORD, so what is installed cannot be told",
-                          remedy="install the wheel again with pip")
-    return Target(upstream, root, found[0].version, f"{info.name}/RECORD")
+        raise _broken(info, "has no RECORD")
+    version = _field(info / "METADATA", "Version")
+    if not version:
+        raise _broken(info, "names no version in METADATA")
+    return Target(upstream, root, version, f"{info.name}/RECORD")
+
+
+def _editable(info: Path) -> bool:
+    """By direct_url.json, where pip notes an installation from elsewhere than an index."""
+    try:
+        return bool(jsonfile.read(info / "direct_url.json").get("dir_info", {}).get("editable"))
+    except FileNotFoundError:
+        return False
+    except jsonfile.WRONG:
+        raise _broken(info, "has a damaged direct_url.json") from None
+
+
+def _broken(info: Path, what: str) -> DirtyTarget:
+    return DirtyTarget(f"{info.name} {what}, so what is installed cannot be told",
+                       remedy="install the wheel again with pip")
 
 
 def site_folders(python: str) -> list[Path]:

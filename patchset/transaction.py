@@ -18,8 +18,9 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from . import jsonfile
 from .errors import DirtyTarget, NeedsWork, Row
-from .paths import inside
+from .paths import inside, why_unsafe
 
 JOURNAL = "journal.json"
 PENDING = JOURNAL + ".new"
@@ -38,6 +39,15 @@ class Change:
     def ends(self, direction: str) -> tuple[str | None, str | None]:
         """What is there at the start and at the end of that direction."""
         return (self.before, self.after) if direction == "apply" else (self.after, self.before)
+
+
+def read_changes(rows) -> tuple[Change, ...]:
+    """Changes from a file. Raises ValueError, KeyError or TypeError if they are none, or lead out of the target."""
+    changes = tuple(Change(row["n"], row["path"], row["before"], row["after"]) for row in rows)
+    for change in changes:
+        if type(change.n) is not int or (reason := why_unsafe(change.path)):
+            raise ValueError(f"{change.path!r}: {reason if type(change.n) is int else 'no number'}")
+    return changes
 
 
 def sha256_of(path: Path) -> str | None:
@@ -68,6 +78,17 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def make_folder(path: Path) -> None:
+    """A folder as open as the one it stands in, where there is none: the umask of whoever patches a shared
+    installation must not shut out those who import from it."""
+    if path.exists():
+        return
+    path.mkdir()
+    wanted = path.parent.stat().st_mode & 0o2777
+    if path.stat().st_mode & 0o2777 != wanted:
+        path.chmod(wanted)
 
 
 def keep(source: Path, copy: Path) -> None:
@@ -113,7 +134,7 @@ class Transaction:
     def _keep_starts(self, direction: str, changes: list[Change]) -> None:
         """Hold on to what the target has now, so that each store can bring back its end."""
         store = self.state / STORES[direction][0]
-        store.mkdir(exist_ok=True)
+        make_folder(store)
         for change in changes:
             if change.ends(direction)[0]:
                 keep(inside(self.root, change.path), store / str(change.n))
@@ -127,9 +148,7 @@ class Transaction:
 
     def recover(self) -> str:
         """Settle an open journal: finish if everything needed is there, else undo. Returns "apply" or "revert"."""
-        record = json.loads(self.journal.read_text(encoding="utf-8"))
-        changes = [Change(**change) for change in record["changes"]]
-        direction, folders = record["direction"], record["folders"]
+        direction, changes, folders = self._read_journal()
         self._refuse_strangers(changes)
         for end in (direction, _other(direction)):
             if self._possible(end, changes):
@@ -137,6 +156,17 @@ class Transaction:
                 return end
         raise NeedsWork(f"{self.state} lacks files of its own stores, so neither end can be reached",
                         remedy="take a fresh copy of the upstream release and apply again")
+
+    def _read_journal(self) -> tuple[str, list[Change], list[str]]:
+        try:
+            record = jsonfile.read(self.journal)
+            direction, changes = record["direction"], list(read_changes(record["changes"]))
+            folders = [folder for folder in record["folders"] if not why_unsafe(folder)]
+            STORES[direction]
+        except jsonfile.WRONG as error:
+            raise NeedsWork(f"{self.journal} is damaged ({error!r}), so what was under way cannot be told",
+                            remedy="take a fresh copy of the release, then apply") from None
+        return direction, changes, folders
 
     def _refuse_strangers(self, changes: list[Change]) -> None:
         rows = []
@@ -163,7 +193,7 @@ class Transaction:
         start, store = (self.state / name for name in STORES[direction])
         if direction == "apply":
             for folder in folders:
-                inside(self.root, folder).mkdir(exist_ok=True)
+                make_folder(inside(self.root, folder))
         for change in changes:
             path, end = inside(self.root, change.path), change.ends(direction)[1]
             if sha256_of(path) == end:

@@ -14,7 +14,7 @@ import pytest
 import toy as toys
 
 from patchset import deliver, target, transaction
-from patchset.errors import DirtyTarget, LockMismatch, NeedsWork, PatchsetError
+from patchset.errors import DirtyTarget, LockMismatch, NeedsWork, PatchsetError, UsageError
 
 STEPS = ("replace", "link", "unlink", "fsync", "mkdir", "rmdir", "open")
 
@@ -356,6 +356,49 @@ def test_a_tree_built_from_patched_sources_verifies_but_cannot_be_reverted(toy):
     assert deliver.verify(toy.request(), copy).done == "applied"
     with pytest.raises(NeedsWork, match="no originals"):
         deliver.revert(toy.request(), copy)
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o027, 0o000])
+def test_the_umask_of_who_patches_shuts_nobody_out(made, umask):
+    """A shared installation stays as readable as it was; revert leaves no trace of the umask either."""
+    toy, one, before = made
+    folders = {path: path.stat().st_mode for path in one.root.rglob("*") if path.is_dir()}
+    old = os.umask(umask)
+    try:
+        deliver.apply(toy.request(), one)
+        new = [path for path in one.root.rglob("*") if path not in folders]
+        assert {path.name for path in new} >= {"extra", "op.py", "pristine", "state.json"}
+        for path in new:
+            assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644), path
+        deliver.revert(toy.request(), one)
+    finally:
+        os.umask(old)
+    assert toys.snapshot(one.root) == before
+    assert {path: path.stat().st_mode for path in one.root.rglob("*") if path.is_dir()} == folders
+
+
+@pytest.mark.parametrize(("files", "said"), [
+    ({}, "declares no project"), ({"pyproject.toml": b"[project]\n"}, "declares no project"),
+    ({"pyproject.toml": b"project = 3\n"}, "declares no project"),
+    ({"pyproject.toml": b"= \xff"}, "declares no project"),
+    ({"pyproject.toml": b"[project]\nname = 3\n"}, "declares no project"),
+    ({"pyproject.toml": b'[project]\nname = "other"\n'}, "declares other"),
+    ({"PKG-INFO": b"\xff\xfe"}, "declares no project"), ({"PKG-INFO": b"Name: TOY\n\n"}, "holds no toy/ folder"),
+    (None, "is no folder")])
+def test_a_folder_that_is_no_source_tree_is_refused_by_what_it_declares(files, said, toy, tmp_path):
+    folder = tmp_path / "some"
+    if files is not None:
+        folder.mkdir()
+        toys.write_tree(folder, files)
+    with pytest.raises(UsageError, match=said):
+        target.identify(toy.pins, folder, ["toy"])
+
+
+def test_a_source_tree_that_may_not_be_read_says_so(toy, monkeypatch):
+    root = toy.tree()
+    monkeypatch.setattr(type(root), "read_text", lambda *_, **__: (_ for _ in ()).throw(PermissionError("no")))
+    with pytest.raises(PermissionError):
+        target.identify(toy.pins, root, ["toy"])
 
 
 def test_record_lists_every_file_with_its_digest(toy):

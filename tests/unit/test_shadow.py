@@ -8,6 +8,7 @@ from patchset.errors import ConflictError
 from patchset.series import Patch
 from patchset.shadow import File, Offset, Shadow
 
+ODD = ["a b", "é日本", "new\nline", "bad\udcff", "'\"$x`*"]
 LINES = BASE["toy/lines.txt"]
 
 
@@ -87,3 +88,14 @@ def test_nothing_stays_behind(tmp_path, monkeypatch):
     with pytest.raises(UnicodeEncodeError), Shadow({"\ud800": File(b"")}):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ODD, ids=ascii)
+def test_the_folder_of_temporary_files_may_be_called_anything(name, tmp_path, monkeypatch):
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / name))
+    before, after = one_change()
+    with Shadow(before) as shadow:
+        shadow.apply(patch(before, after))
+        assert shadow.files() == after
+    assert list((tmp_path / name).iterdir()) == []
