@@ -105,6 +105,18 @@ def test_decode_reads_no_row_after_its_own(short):
     assert_same_bits(made.out[0], short.out[0], "outputs with later rows poisoned")
 
 
+def test_pieces_of_a_request_end_chunks_but_for_the_last():
+    """What the state's walk relies on: it reads the first piece and the last one's end, and knows the rest."""
+    table, requests, tails = mamba2_pieces.cut([0, 5, Q - 1, 7], [2 * Q + 3, 0, Q + 1, 4], Q)
+    assert [request for request, *_ in requests] == [0, 2, 3] and [row[0] for row in tails] == [0, 3]
+    for request, begin, count, _ in requests:
+        pieces = table[begin:begin + count]
+        assert [piece[1] for piece in pieces] == list(range(begin, begin + count))
+        assert all(piece[0] == request and piece[5] == piece[2] for piece in pieces)
+        assert all(piece[3] == Q for piece in pieces[:-1]) and all(piece[2] == 0 for piece in pieces[1:])
+        assert [piece[4] for piece in pieces[1:]] == [piece[4] + piece[3] - piece[2] for piece in pieces[:-1]]
+
+
 def test_prefix_is_stable_when_the_rest_of_the_prompt_is_missing(whole):
     for end in (1, 5, 16, 17, Q - 1, Q, Q + 3):
         made = scene(2 * Q + 19)

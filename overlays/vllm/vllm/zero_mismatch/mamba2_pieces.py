@@ -46,11 +46,16 @@ class Pieces:
 
 
 def cut(computed: list[int], new: list[int], chunk: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Rows of (table, requests, tails) for requests of which `computed` tokens are done and `new` follow."""
+    """Rows of (table, requests, tails) for requests of which `computed` tokens are done and `new` follow.
+
+    A request's pieces lie one after another and all but the last end a chunk; one without new tokens has no row.
+    """
     table, requests, tails = [], [], []
     token = 0
     for request, (done, count) in enumerate(zip(computed, new, strict=True)):
         begin, left = len(table), count
+        if not count:
+            continue
         while left:
             first = (done + count - left) % chunk
             rows = min(chunk - first, left)
@@ -58,7 +63,7 @@ def cut(computed: list[int], new: list[int], chunk: int) -> tuple[list[list[int]
             table.append(piece)
             token, left = token + rows, left - rows
         requests.append([request, begin, len(table) - begin, int(done == 0)])
-        if count and table[-1][3] < chunk:
+        if table[-1][3] < chunk:
             tails.append([*table[-1][:6], 1, 0])
     return table, requests, tails
 

@@ -13,14 +13,14 @@ import torch
 import triton
 import triton.language as tl
 from vllm.zero_mismatch.mamba2_pieces import (
-    END, FIRST, IN_RING, NULL_SLOT, R_COUNT, R_FRESH, R_PIECE, R_REQUEST, R_WIDTH, STATE, TOKEN, WIDTH,
+    END, FIRST, NULL_SLOT, R_COUNT, R_FRESH, R_PIECE, R_REQUEST, R_WIDTH, TOKEN, WIDTH,
 )  # fmt: skip
 
 # Rows of S (head channels) of one tile. 32 keep the dot on the plain tensor-core path on every arch: with 64 rows
 # and a loop, Triton takes the asynchronous one, which upstream found miscompiled (ssd_chunk_scan.py:20-29).
 CHANNELS = 32
 WARPS = 4
-STAGES = 1
+STAGES = 3  # a piece takes less time than the way of its rows from memory
 
 _INTERPRETED = triton.knobs.runtime.interpret
 
@@ -70,21 +70,24 @@ def _state_kernel(
     k = tl.arange(0, Q)
     tile = h * (P * N) + p[:, None] * N + n[None, :]
     s = tl.load(ssm_ptr + slot * page_ssm + tile, mask=n[None, :] < tl.where(fresh == 0, N, 0), other=0.0)
+    # A request's pieces lie one after another and all but the last end a chunk: their places are known without the
+    # table, so that the rows of the next are on their way while this one is added.
+    first, token = tl.load(piece_ptr + begin * WIDTH + FIRST), tl.load(piece_ptr + begin * WIDTH + TOKEN)
+    full = count - tl.where(tl.load(piece_ptr + (begin + count - 1) * WIDTH + END) < Q, 1, 0)
     steps_ring = ring_steps_ptr + slot * page_steps + h * Q
-    for index in range(begin, begin + count):
-        piece = piece_ptr + index * WIDTH
-        state = tl.load(piece + STATE)  # the piece's own number
-        tl.store(states_ptr + state.to(tl.int64) * (H * P * N) + tile, s)
-        if tl.load(piece + END) == Q:
-            first, in_ring, token = tl.load(piece + FIRST), tl.load(piece + IN_RING), tl.load(piece + TOKEN)
-            at = token.to(tl.int64) * stride_xbc
-            steps_new = scratch_ptr + state.to(tl.int64) * (2 * H * Q) + h * Q
-            steps = tl.where(k < in_ring, steps_ring + k, steps_new + k)
-            b = tl.load(rows(ring_b_ptr + slot * page_b + g * N, b_ptr + at + g * N, k, in_ring, first, G * N,
-                             stride_xbc)[:, None] + n[None, :])
-            x = tl.load(rows(ring_x_ptr + slot * page_x + h * P, x_ptr + at + h * P, k, in_ring, first, H * P,
-                             stride_xbc)[None, :] + p[:, None])
-            s = next_state(s, x, b, tl.load(steps + H * Q), tl.load(steps), tl.load(steps_new + H * Q + Q - 1), WIDEN)
+    for i in range(full):
+        in_ring = tl.where(i == 0, first, 0)
+        at = (token + tl.where(i == 0, 0, i * Q - first)).to(tl.int64) * stride_xbc
+        tl.store(states_ptr + (begin + i).to(tl.int64) * (H * P * N) + tile, s)
+        steps_new = scratch_ptr + (begin + i).to(tl.int64) * (2 * H * Q) + h * Q
+        steps = tl.where(k < in_ring, steps_ring + k, steps_new + k)
+        b = tl.load(rows(ring_b_ptr + slot * page_b + g * N, b_ptr + at + g * N, k, in_ring, in_ring, G * N,
+                         stride_xbc)[:, None] + n[None, :])
+        x = tl.load(rows(ring_x_ptr + slot * page_x + h * P, x_ptr + at + h * P, k, in_ring, in_ring, H * P,
+                         stride_xbc)[None, :] + p[:, None])
+        s = next_state(s, x, b, tl.load(steps + H * Q), tl.load(steps), tl.load(steps_new + H * Q + Q - 1), WIDEN)
+    if full < count:
+        tl.store(states_ptr + (begin + full).to(tl.int64) * (H * P * N) + tile, s)
     tl.store(ssm_ptr + slot * page_ssm + tile, s)
 
 
