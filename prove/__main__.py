@@ -8,7 +8,7 @@ import pathlib
 import sys
 import tempfile
 
-from prove import bench, bisect, cases, counter, recipe, record, rollout, ui, unchanged, warm
+from prove import bench, bisect, cases, counter, grad, recipe, record, rollout, train, ui, unchanged, warm
 from prove.engine import EngineError
 from prove.recipe import ROOT
 
@@ -63,6 +63,17 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--out-tokens", type=int, default=512, help="tokens sampled by each when timing (default 512)")
     one.add_argument("--runs", type=int, default=3, help="pairs of runs (default 3)")
 
+    one = verb("train", "rollout against trainer, word by word, before every update; restore; learn")
+    one.add_argument("--updates", type=int, default=50, help="optimizer steps (default 50)")
+    one.add_argument("--groups", type=int, default=16, help="prompts a step (default 16)")
+    one.add_argument("--answers", type=int, default=4, help="answers sampled for each prompt (default 4)")
+    one.add_argument("--out-tokens", type=int, default=64, help="tokens of an answer (default 64)")
+    one.add_argument("--lr", type=float, default=5e-4, help="AdamW's learning rate (default 5e-4)")
+    one.add_argument("--restore-after", type=int, default=5, metavar="UPDATE",
+                     help="save after this one, restore in a fresh process (default 5)")
+
+    verb("grad", "every parameter's gradient against an independent fp64 model, and planted faults")
+
     one = verb("warm", "fill the JIT caches and say where the time goes")
     one.add_argument("--off", action="store_true", help="also the kernels used with batch invariance off")
     return top
@@ -99,6 +110,11 @@ def run(args, screen: ui.UI) -> dict:
             return unchanged.unchanged(made, screen, pristine=args.pristine, tokens=args.tokens,
                                        concurrent=args.concurrent, out_tokens=args.out_tokens, runs=args.runs,
                                        **common)
+        case "train":
+            return train.train(made, screen, updates=args.updates, groups=args.groups, answers=args.answers,
+                               tokens=args.out_tokens, lr=args.lr, restore_after=args.restore_after, **common)
+        case "grad":
+            return grad.grad(made, screen, **common)
         case "warm":
             return warm.warm(made, screen, modes=[True, False] if args.off else [True], **common)
 

@@ -5,8 +5,8 @@ process of its own. What the engine prints goes to a log file; the pipes carry o
 
     -> {"op": "run", ...}                       <- {"event": "where" | "log", ...}*  <- {"result": ...} | {"error": ...}
 
-The subprocess is `python -m prove.engine BACKEND`; BACKEND is "vllm" (prove/vllm_backend.py) or, in the unit tests, a
-path to a file with a class Backend. A backend is built with the start message and has a method for every op.
+The subprocess is `python -m prove.engine BACKEND`; BACKEND is a name of BACKENDS or, in the unit tests, a path to a
+file with a class Backend. A backend is built with the start message and has a method for every op.
 """
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ import numpy as np
 from prove.scripts import load
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+BACKENDS = {"vllm": "prove.vllm_backend", "trainer": "prove.trainer_backend"}
 
 
 class EngineError(RuntimeError):
@@ -203,8 +204,8 @@ def serve(backend_class, commands, answer_fd: int) -> None:
 
 
 def _backend_class(name: str):
-    if name == "vllm":
-        return importlib.import_module("prove.vllm_backend").Backend
+    if name in BACKENDS:
+        return importlib.import_module(BACKENDS[name]).Backend
     return load(name).Backend
 
 

@@ -1,0 +1,55 @@
+"""Logprobs of given tokens under lm_head, without keeping the logits.
+
+    logprob[t] = z[token] - max z - log sum exp(z - max z),  z = h[t] W^T
+
+Values: the head's GEMM is `linear_batch_invariant` (layers/vocab_parallel_embedding.py:79 of 0.33.0) with BF16 logits,
+the logprob the sampler's own kernel over them (v1/worker/gpu/sample/logprob.py:17). Both are functions of one row, so
+walking the tokens in blocks gives the bits of one call, and the [tokens, vocabulary] logits never exist at once, in
+any dtype. Blocks change no forward bit.
+
+Backward: logits are computed again by the same kernel, block by block; dz = g (onehot - softmax(z)) in fp32, rounded to
+the logits' dtype, dh = dz W, dW accumulated in fp32 over the blocks. Gradients: h and W.
+"""
+import torch
+
+from .packing import wide
+
+# Tokens of one block: 512 rows of a 131,072-word vocabulary are 128 MiB of BF16 logits.
+BLOCK = 512
+
+
+class _LogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, linear, kernel, hidden, weight, tokens):
+        ctx.save_for_backward(hidden, weight, tokens)
+        ctx.linear = linear
+        hidden, weight = hidden.detach(), weight.detach()
+        return torch.cat([
+            kernel(linear(h, weight), t) for h, t in zip(hidden.split(BLOCK), tokens.split(BLOCK), strict=True)
+        ])  # fmt: skip
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        hidden, weight, tokens = ctx.saved_tensors
+        dw = torch.zeros_like(weight, dtype=wide(weight).dtype)
+        dh = []
+        for h, t, g in zip(hidden.split(BLOCK), tokens.split(BLOCK), grad.split(BLOCK), strict=True):
+            z = wide(ctx.linear(h, weight))
+            e = (z - z.amax(-1, keepdim=True)).exp()
+            dz = e / e.sum(-1, keepdim=True) * -g[:, None]
+            dz.scatter_add_(1, t[:, None], g[:, None].to(dz.dtype))  # one index a row: no two adds meet
+            dz = dz.to(hidden.dtype)
+            dh.append(dz @ weight)
+            dw += dz.T @ h
+        return None, None, torch.cat(dh), dw.to(weight.dtype), None
+
+
+def logprob(linear, kernel, hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """hidden: [rows, K], weight: [vocabulary, K], tokens: [rows] int64 -> [rows] fp32."""
+    return _LogProb.apply(linear, kernel, hidden, weight, tokens)
+
+
+def reference(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    z = wide(logits)
+    return (z.gather(1, tokens[:, None]) - torch.logsumexp(z, -1, keepdim=True))[:, 0]

@@ -1,0 +1,1 @@
+"""Model definitions of the aligned trainer, one file a family."""

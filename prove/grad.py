@@ -1,0 +1,78 @@
+"""`prove grad`: every parameter's gradient against a second model, written from the equations, in fp64.
+
+Bound on a parameter: TIMES the relative error of the usual BF16 model (the same reference text run in BF16, its own
+derivative by autograd), at least FLOOR. The actor rounds in other places than that model, not more often; a wrong
+derivative is off by tens of percent. Each planted fault keeps every value and breaks one derivative: it must exceed
+some bound, or the comparison would have been blind to it.
+"""
+from __future__ import annotations
+
+import pathlib
+import time
+
+from prove import record, workload
+from prove.engine import Engine, pack
+from prove.recipe import Recipe
+from prove.rollout import _event, engine_start
+from prove.ui import UI, table
+
+TIMES = 2.0
+FLOOR = 2.0**-6       # a few BF16 roundings (2**-9) of values that do not cancel
+# Each in the backward alone (prove/gradients.py): a router that learns nothing, chunks that do not see the chunks
+# before them, a norm whose length does not depend on its input.
+FAULTS = ("routing-weights", "carried-state", "norm-length")
+LENGTHS = (1, 2, 5, 63, 128, 129, 260)  # one token alone, inside a chunk, at its edge, over three chunks
+MICRO = 300
+
+
+def sequences(vocab: int) -> list[dict]:
+    """Random tokens; the gradient of a given text needs no rollout."""
+    import numpy as np
+
+    return [{"id": f"g{length}", "prompt": list(workload.prompt(length, vocab, seed=40 + length)),
+             "tokens": pack(np.zeros(0, np.int64))} for length in LENGTHS]
+
+
+def bound(row: dict) -> float:
+    return max(TIMES * row["usual_error"], FLOOR)
+
+
+def exceeding(rows: list[dict]) -> list[dict]:
+    """Rows over their bound; a NaN is over any."""
+    return [row for row in rows if not row["error"] <= bound(row)]
+
+
+def grad(recipe: Recipe, ui: UI, *, out: pathlib.Path, logs: pathlib.Path, budget: float, env: dict[str, str],
+         backend: str = "trainer") -> dict:
+    subject = recipe.name + ("-tiny" if recipe.tiny else "")
+    kept = record.Record("grad", subject, {"lengths": LENGTHS, "micro": MICRO, "times": TIMES, "floor": FLOOR}, out)
+    deadline = time.monotonic() + budget
+    start, environment = engine_start(recipe, True)
+    batch = sequences(recipe.vocab)
+    with Engine(start, backend=backend, env=environment | env, log=logs / "grad.log", timeout=budget,
+                on_event=lambda event: _event(ui, event)) as engine:
+        lock = record.bind(pathlib.Path(engine.info["vllm_path"]).parent)
+        kept.engine("only", engine.info, start["flags"], environment, lock)
+        kept.data["actor_lock"] = record.bind(pathlib.Path(engine.info["vllm_path"]).parent, "megatron")
+
+        def call(op: str, **arguments):
+            return engine.call(op, timeout=max(1.0, deadline - time.monotonic()), **arguments)
+
+        kept.data["actor"] = call("actor", lr=0.0)
+        found = call("gradients", sequences=batch, micro=MICRO)["rows"]
+        for row in found:
+            kept.row({**row, "bound": bound(row), "within": row["error"] <= bound(row)})
+        bad = exceeding(found)
+        worst = sorted(found, key=lambda row: -row["error"] / bound(row))
+        ui.say(table(["parameter", "error", "usual BF16", "bound", "cosine"], [
+            [r["parameter"], r["error"], r["usual_error"], bound(r), r["cosine"]] for r in worst[:12]]))
+        ui.say(f"{len(found)} parameters, {len(bad)} over their bound")
+        caught = {}
+        for fault in FAULTS:
+            over = exceeding(call("gradients", sequences=batch, micro=MICRO, fault=fault)["rows"])
+            caught[fault] = len(over)
+            ui.say(f"planted {fault}: {len(over)} parameters over their bound"
+                   + (f", first {over[0]['parameter']}" if over else ": NOT caught"))
+    locked = lock["state"] == kept.data["actor_lock"]["state"] == "locked"
+    kept.finish(locked, not bad and all(caught.values()), caught=caught)
+    return kept.data

@@ -1,0 +1,110 @@
+"""Nemotron-H written a second time, from its equations, in plain PyTorch at any precision: what gradients are held to.
+
+Shares no code and no formula layout with the trainer: Mamba-2 is the recurrence over S, token by token; attention is
+one masked softmax a head; every expert sees every token, and a one-hot matrix keeps what was chosen; derivatives are
+autograd's. Weights come by the engine's names. The experts' choice is given from outside (`choices`): it is discrete,
+and another choice is another function. In BF16 the same text is the usual BF16 model, whose error scales the bounds.
+
+Means, softmax and log-softmax are written out: an engine with batch invariance on replaces PyTorch's in its process, by
+kernels that compute in fp32 and have no derivative (determinism/batch_invariant.py:1357-1371 of 0.33.0).
+"""
+from __future__ import annotations
+
+import torch
+
+
+class Reference:
+    """config: the checkpoint's config.json; weights: {engine name: tensor}, cast to `dtype` as leaves with gradient."""
+
+    def __init__(self, config: dict, weights: dict[str, torch.Tensor], dtype: torch.dtype):
+        self.c, self.dtype = config, dtype
+        self.w = {name: w.detach().to(self._kept(name)).requires_grad_() for name, w in weights.items()}
+
+    def _kept(self, name: str) -> torch.dtype:
+        """A usual BF16 model keeps the router and the decay rates in fp32."""
+        narrow = self.dtype == torch.bfloat16 and name.endswith((".A", ".gate.weight", "correction_bias"))
+        return torch.float32 if narrow else self.dtype
+
+    def logprobs(self, sequences: list[torch.Tensor], choices: list[torch.Tensor]) -> torch.Tensor:
+        """sequences: token ids of each; choices: [all tokens, k] a MoE layer, packed. One logprob a predicted token."""
+        found, begin = [], 0
+        for tokens in sequences:
+            end = begin + len(tokens)
+            found.append(self._sequence(tokens, [c[begin:end].long() for c in choices]))
+            begin = end
+        return torch.cat(found)
+
+    def _sequence(self, tokens, choices):
+        h = self.w["model.embed_tokens.weight"][tokens]
+        choices = iter(choices)
+        for i, kind in enumerate(self.c["hybrid_override_pattern"]):
+            at = f"model.layers.{i}."
+            x = self._rms(h, at + "norm.weight")
+            mixer = {"M": self._mamba, "*": self._attention, "-": self._mlp}.get(kind)
+            h = h + (self._moe(x, at + "mixer.", next(choices)) if kind == "E" else mixer(x, at + "mixer."))
+        z = self._rms(h, "model.norm_f.weight") @ self.w["lm_head.weight"].T
+        wide = z if z.dtype == torch.float64 else z.float()
+        wide = wide[:-1] - wide[:-1].detach().amax(-1, keepdim=True)
+        return wide.gather(1, tokens[1:, None])[:, 0] - wide.exp().sum(-1).log()
+
+    def _rms(self, x, name, weight=None):
+        wide = x if x.dtype == torch.float64 else x.float()
+        scale = (wide.pow(2).sum(-1, keepdim=True) / x.shape[-1] + self.c["layer_norm_epsilon"]) ** -0.5
+        return (wide * scale).to(self.dtype) * (self.w[name] if weight is None else weight)
+
+    def _mlp(self, x, at):
+        return torch.relu(x @ self.w[at + "up_proj.weight"].T) ** 2 @ self.w[at + "down_proj.weight"].T
+
+    def _attention(self, x, at):
+        heads, kv, d = (self.c[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        q, k, v = (x @ self.w[at + "qkv_proj.weight"].T).split([heads * d, kv * d, kv * d], -1)
+        future = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)
+        outs = []
+        for head in range(heads):
+            own = head // (heads // kv)
+            key, value = k[:, own * d:(own + 1) * d], v[:, own * d:(own + 1) * d]
+            scores = q[:, head * d:(head + 1) * d] @ key.T / d**0.5
+            outs.append(_softmax(scores.masked_fill(future, float("-inf"))) @ value)
+        return torch.cat(outs, -1) @ self.w[at + "o_proj.weight"].T
+
+    def _moe(self, x, at, chosen):
+        score = torch.sigmoid(x.to(self.w[at + "gate.weight"].dtype) @ self.w[at + "gate.weight"].T)
+        keep = torch.zeros_like(score).scatter(1, chosen, 1.0)
+        weight = score * keep
+        if self.c["norm_topk_prob"]:
+            weight = weight / weight.sum(-1, keepdim=True)
+        weight = (weight * self.c["routed_scaling_factor"]).to(self.dtype)
+        routed = torch.zeros_like(x)
+        for e in range(self.c["n_routed_experts"]):
+            up, down = (self.w[f"{at}experts.routed_experts.{n}_weight"][e] for n in ("w13", "w2"))
+            routed = routed + weight[:, e:e + 1] * (torch.relu(x @ up.T) ** 2 @ down.T)
+        return routed + self._mlp(x, at + "shared_experts.")
+
+    def _mamba(self, x, at):
+        heads, p, groups, n = (self.c[k] for k in ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"))
+        gate, xbc, raw = (x @ self.w[at + "in_proj.weight"].T).split([heads * p, heads * p + 2 * groups * n, heads], -1)
+        kernel = self.w[at + "conv1d.weight"]
+        mixed = torch.conv1d(xbc.T[None], kernel, self.w[at + "conv1d.bias"], padding=kernel.shape[-1] - 1,
+                             groups=kernel.shape[0])[0, :, :len(x)].T
+        value, b, c = torch.nn.functional.silu(mixed).split([heads * p, groups * n, groups * n], -1)
+        y = self._recurrence(value.view(-1, heads, p), b.view(-1, groups, n), c.view(-1, groups, n), raw, at)
+        y = (y * torch.nn.functional.silu(gate)).view(len(x), groups, -1)
+        weight = self.w[at + "norm.weight"].view(groups, -1)
+        return self._rms(y, None, weight).reshape(len(x), -1) @ self.w[at + "out_proj.weight"].T
+
+    def _recurrence(self, x, b, c, raw, at):
+        rates, skip = self.w[at + "A"], self.w[at + "D"]
+        b, c = (t.repeat_interleave(x.shape[1] // t.shape[1], 1).to(rates.dtype) for t in (b, c))
+        step = torch.nn.functional.softplus((raw + self.w[at + "dt_bias"]).to(rates.dtype))
+        state, rows = x.new_zeros(*x.shape[1:], b.shape[-1], dtype=rates.dtype), []
+        for t in range(len(x)):
+            state = state * (step[t] * rates).exp()[:, None, None]
+            state = state + (step[t][:, None] * x[t])[..., None] * b[t][:, None]
+            rows.append((state * c[t][:, None]).sum(-1))
+        return (torch.stack(rows) + skip[:, None] * x).to(self.dtype).flatten(1)
+
+
+def _softmax(scores):
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    e = (wide - wide.detach().amax(-1, keepdim=True)).exp()
+    return (e / e.sum(-1, keepdim=True)).to(scores.dtype)

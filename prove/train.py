@@ -1,0 +1,176 @@
+"""`prove train`: rollout and training on one GPU, the logprobs compared word by word before every update.
+
+A step: the engine samples; the actor recomputes the answers' logprobs in packed micro-batches, once to score and once
+more, cut otherwise, in the forward that is trained on; every word must be equal both times. Then REINFORCE Zero, AdamW,
+and the new weights to the engine in place. After `--restore-after` updates the actor is saved; a second process, with
+its own engine, restores it and must give the words of the first for the same step, and learn the same weights from it.
+
+The task: prefer a quarter of the vocabulary. The reward of an answer is the number of its tokens in that quarter.
+"""
+from __future__ import annotations
+
+import concurrent.futures
+import pathlib
+import shutil
+import time
+
+import numpy as np
+
+from prove import record, workload
+from prove.compare import Figures, Sequence
+from prove.engine import Engine, unpack
+from prove.recipe import Recipe
+from prove.rollout import _event, engine_start
+from prove.ui import UI, cell
+
+LENGTHS = (1, 3, 64, 127, 128, 129, 200, 255, 257, 300, 5, 40, 384, 511, 513, 600)  # around chunks of 128 and pages
+MICRO = 4096        # tokens of a scoring micro-batch; the trained forward uses SHARE of it, in the other order
+SHARE = 0.4
+
+
+def requests(step: int, groups: int, answers: int, tokens: int, vocab: int) -> list[workload.Request]:
+    """The prompts stay the same from step to step, so that the reward's course is learning; the seeds do not."""
+    return [workload.Request(f"s{step}g{group}a{answer}",
+                             workload.prompt(LENGTHS[group % len(LENGTHS)], vocab, seed=group), tokens,
+                             seed=100_000 * (step + 1) + 100 * group + answer)
+            for group in range(groups) for answer in range(answers)]
+
+
+def reward(tokens: np.ndarray, vocab: int) -> float:
+    return float((tokens < vocab // 4).sum())
+
+
+class Trainer:
+    """One process: an engine and an actor. `call` has the run's deadline."""
+
+    def __init__(self, engine: Engine, deadline: float):
+        self.engine, self.deadline = engine, deadline
+
+    def call(self, op: str, **arguments):
+        return self.engine.call(op, timeout=max(1.0, self.deadline - time.monotonic()), **arguments)
+
+    def step(self, wanted: list[workload.Request], vocab: int) -> tuple[dict, dict]:
+        """(the step's row, the rollout's answers by request)."""
+        from megatron.zero_mismatch.reinforce_zero import group_advantages
+
+        rollout = self.call("rollout", requests=[r.message() for r in wanted])
+        answers = rollout.pop("answers")
+        sequences = [{"id": r.id, "prompt": list(r.prompt), **answers[r.id]} for r in wanted if r.id in answers]
+        rewards = [reward(unpack(s["tokens"]), vocab) for s in sequences]
+        groups = [s["id"].partition("a")[0] for s in sequences]
+        for sequence, advantage in zip(sequences, group_advantages(rewards, groups).tolist(), strict=True):
+            sequence["advantage"] = advantage
+        scored = self.call("score", sequences=sequences, micro=MICRO)
+        update = self.call("update", sequences=sequences[::-1], micro=int(MICRO * SHARE))
+        row = {"reward": sum(rewards) / sum(len(unpack(s["tokens"])) for s in sequences),
+               "version": rollout["version"], "rollout_seconds": rollout["seconds"], "modes": rollout.get("modes"),
+               "score_seconds": round(scored["seconds"], 3), "update_seconds": round(update["seconds"], 3),
+               "sync_seconds": round(update["sync_seconds"], 3), "loss": update["loss"], "norm": update["norm"],
+               "peak_memory": update["peak_memory"],
+               "scored": compared(wanted, answers, scored["words"]).summary(),
+               "trained": compared(wanted, answers, update["words"]).summary()}
+        return row, answers
+
+
+def compared(wanted: list[workload.Request], answers: dict, words: dict) -> Figures:
+    """The rollout's words beside the trainer's; a missing answer or word is a difference."""
+    figures = Figures()
+    nothing = Sequence(np.zeros(0, np.int64), np.zeros(0, np.uint32))
+    for request in wanted:
+        answer = answers.get(request.id)
+        left = Sequence(unpack(answer["tokens"]), unpack(answer["words"])) if answer else nothing
+        if len(left.tokens) != request.max_tokens:
+            figures.missing += request.max_tokens - len(left.tokens)
+        own = unpack(words[request.id]) if request.id in words else nothing.words
+        figures.add(request.id, left, Sequence(left.tokens[:len(own)], own))
+    return figures
+
+
+def train(recipe: Recipe, ui: UI, *, updates: int, groups: int, answers: int, tokens: int, lr: float,
+          restore_after: int, out: pathlib.Path, logs: pathlib.Path, budget: float, env: dict[str, str],
+          backend: str = "trainer") -> dict:
+    subject = recipe.name + ("-tiny" if recipe.tiny else "")
+    kept = record.Record("train", subject, {
+        "updates": updates, "groups": groups, "answers": answers, "tokens": tokens, "lr": lr,
+        "restore_after": restore_after, "response_tokens": groups * answers * tokens, "micro": MICRO, "share": SHARE},
+        out)
+    deadline = time.monotonic() + budget
+    folder = logs / f"train-{subject}-checkpoint"
+    shutil.rmtree(folder, ignore_errors=True)
+    start, environment = engine_start(recipe, True)
+
+    def begin(name: str) -> Trainer:
+        engine = Engine(start, backend=backend, env=environment | env, log=logs / f"train-{name}.log", timeout=budget,
+                        on_event=lambda event: _event(ui, event, f"{name}: "))
+        return Trainer(engine, deadline)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(begin, ("first", "restored"))
+    with first.engine, second.engine:
+        for name, trainer in (("first", first), ("restored", second)):
+            lock = record.bind(pathlib.Path(trainer.engine.info["vllm_path"]).parent)
+            kept.engine(name, trainer.engine.info, start["flags"], environment, lock)
+        kept.data["actor_lock"] = record.bind(pathlib.Path(first.engine.info["vllm_path"]).parent, "megatron")
+        kept.data["actor"] = first.call("actor", lr=lr)
+        rows, again = [], None
+        for step in range(updates):
+            wanted = requests(step, groups, answers, tokens, recipe.vocab)
+            row, seen = first.step(wanted, recipe.vocab)
+            rows.append({"case": f"update {step + 1}", **row})
+            kept.row(rows[-1])
+            _say(ui, rows[-1])
+            if not rows[-1]["scored"]["equal"]:
+                _part(first, ui, kept, wanted)
+                break
+            if again is not None:
+                rows.append(_restored(second, wanted, recipe.vocab, seen, again, folder, lr))
+                kept.row(rows[-1])
+                _say(ui, rows[-1])
+                again = None
+            if step + 1 == restore_after:
+                again = first.call("save", folder=str(folder))
+    locks = [kept.data["actor_lock"], *(engine["lock"] for engine in kept.data["engines"].values())]
+    locked = all(lock["state"] == "locked" for lock in locks)
+    ok = all(row["scored"]["equal"] and row["trained"]["equal"] and row.get("same", True) for row in rows)
+    curve = [row["reward"] for row in rows if row["case"].startswith("update")]
+    gain = _gain(curve)
+    restored = any(row["case"] == "restored" for row in rows)
+    ui.say(f"reward by token: {curve[0]:.3f} -> {curve[-1]:.3f}; tenths of the run, first to last: {gain}")
+    kept.finish(locked and restored, ok and gain["last"] > gain["first"], curve=curve, gain=gain)
+    return kept.data
+
+
+def _restored(second: Trainer, wanted, vocab: int, seen: dict, saved: dict, folder: pathlib.Path, lr: float) -> dict:
+    """The step after the save, in a fresh process: its own comparison, and the first process's words again."""
+    made = second.call("actor", lr=lr, restore=str(folder))
+    row, again = second.step(wanted, vocab)
+    same = Figures()
+    for request in wanted:
+        sides = [Sequence(unpack(a[request.id]["tokens"]), unpack(a[request.id]["words"])) for a in (seen, again)]
+        same.add(request.id, *sides)
+    return {"case": "restored", **row, "against_first": same.summary(),
+            "same": same.equal and made["weights"] == saved["weights"] and made["version"] == saved["version"]}
+
+
+def _part(trainer: Trainer, ui: UI, kept: record.Record, wanted) -> None:
+    """After a difference: in which layer a prefill of the longest prompt differs first."""
+    found = trainer.call("layers", prompt=list(max((r.prompt for r in wanted), key=len)))["rows"]
+    kept.data["layers"] = found
+    for row in found:
+        ui.say(f"layer {row['layer']} ({row['kind']}): {row['output']} words of its output and {row['residual']} of the "
+               "residual differ")
+
+
+def _gain(curve: list[float]) -> dict:
+    """Means of the first and of the last tenth of the updates."""
+    tenth = max(1, len(curve) // 10)
+    return {"first": float(np.mean(curve[:tenth])), "last": float(np.mean(curve[-tenth:]))}
+
+
+def _say(ui: UI, row: dict) -> None:
+    scored, trained = row["scored"], row["trained"]
+    ui.note(f"{row['case']}: {scored['tokens']:,} tokens, words that differ {scored['differing_words']} / "
+            f"{trained['differing_words']}, max |dp| {cell(scored['max_dp'])}, reward {row['reward']:.3f}, "
+            f"norm {row['norm']:.3g}, rollout {row['rollout_seconds']:.1f} s, score {row['score_seconds']:.1f} s, "
+            f"update {row['update_seconds']:.1f} s, sync {row['sync_seconds']:.2f} s"
+            + ("" if row.get("same", True) else "; NOT what the first process had"))

@@ -1,0 +1,227 @@
+"""Runs inside the engine's process: vLLM's engine and the aligned actor on one GPU, and the weights between them.
+
+The engine is `vllm_backend.Backend`, unchanged. The actor starts from the engine's weights; from then on it is the
+authority, and every version reaches the engine in place, under CUDA graphs that were captured before the first.
+"""
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import pathlib
+import time
+
+import numpy as np
+
+from prove import vllm_backend
+from prove.engine import pack, unpack
+
+# By architecture: the module under megatron.zero_mismatch.models, and its model.
+MODELS = {"NemotronHForCausalLM": ("nemotron_h", "NemotronH")}
+
+
+class Backend(vllm_backend.Backend):
+    def __init__(self, *, model: str, **start):
+        super().__init__(model=model, **start)
+        self.config = json.loads((pathlib.Path(model) / "config.json").read_text())
+        self.actor = None
+
+    # ---- ops
+
+    def op_actor(self, *, lr: float, recompute: bool = True, restore: str | None = None) -> dict:
+        """Builds the actor, from a checkpoint where there is one, and sends its weights to the engine."""
+        import torch
+        from megatron.zero_mismatch.weight_sync import SyncLedger, WeightReceiver
+
+        with _training():
+            self.actor = self._build(lr, recompute)
+            if restore:
+                self.actor.load(pathlib.Path(restore))
+            self.receiver = WeightReceiver(self._resident)
+            self.ledger = SyncLedger(max_lag=0)
+            seconds = self._sync()
+        parameters = sum(p.numel() for p in self.actor.model.parameters())
+        return {"parameters": parameters, "version": self.actor.guard.version, "sync_seconds": seconds,
+                "optimizer": type(self.actor.optimizer.chained_optimizers[0]).__name__,
+                "weights": self.actor.guard.digest, "torch_memory": torch.cuda.memory_allocated()}
+
+    def op_rollout(self, *, requests: list[dict]) -> dict:
+        """The engine's answers, refused unless it holds the actor's weights of now."""
+        tag = self.receiver.tag()
+        answers = self.op_run(requests=requests)
+        self.ledger.check(tag, self.actor.guard.version)
+        return {**answers, "version": tag.version}
+
+    def op_score(self, *, sequences: list[dict], micro: int) -> dict:
+        """The actor's logprob words of each sequence's answer, in micro-batches of about `micro` tokens."""
+        import torch
+
+        started, found = time.perf_counter(), {}
+        with _training(), torch.no_grad():
+            for batch in micro_batches(sequences, micro):
+                tokens, packed = self._packed(batch)
+                found |= _answers(batch, packed, self.actor.model(tokens, packed))
+            torch.cuda.synchronize()
+        return {"words": found, "seconds": time.perf_counter() - started}
+
+    def op_update(self, *, sequences: list[dict], micro: int) -> dict:
+        """REINFORCE Zero on the answers (fields: id, prompt, tokens, words, advantage), AdamW, and the sync. `words`
+        are those of this pass's own forward."""
+        import torch
+
+        started, found, losses = time.perf_counter(), {}, []
+        torch.cuda.reset_peak_memory_stats()
+        with _training():
+            for batch in micro_batches(sequences, micro):
+                tokens, packed = self._packed(batch)
+                seen = {}
+                losses.append(self.actor.accumulate(self._loss(batch, packed, len(sequences), seen), tokens, packed))
+                found |= seen
+            norm = self.actor.update()
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+            sync = self._sync()
+        return {"words": found, "loss": sum(losses), "norm": norm, "seconds": seconds, "sync_seconds": sync,
+                "version": self.actor.guard.version, "weights": self.actor.guard.digest,
+                "peak_memory": torch.cuda.max_memory_allocated()}
+
+    def op_save(self, *, folder: str) -> dict:
+        self.actor.save(pathlib.Path(folder))
+        return {"version": self.actor.guard.version, "weights": self.actor.guard.digest}
+
+    def op_gradients(self, *, sequences: list[dict], micro: int, fault: str | None = None) -> dict:
+        """Every parameter's gradient against the independent reference: see prove/grad.py."""
+        from prove import gradients
+
+        with _training(), gradients.planted(fault):
+            return gradients.compare(self.actor, self.config, [self._whole(s) for s in sequences], micro)
+
+    def op_layers(self, *, prompt: list[int]) -> dict:
+        """Where engine and actor part: the differing words of every layer's outputs, for one prompt's prefill."""
+        import torch
+
+        request = {"id": "layers", "prompt": prompt, "max_tokens": 1, "seed": 0}
+        with _noting(self.runner.model.model.layers) as engine:
+            self.op_run(requests=[request], graphs="off")
+        with _training(), torch.no_grad(), _noting(self.actor.model.model.layers) as actor:
+            from megatron.zero_mismatch.packing import pack as pack_sequences
+
+            self.actor.model.hidden(*pack_sequences([torch.tensor(prompt, device="cuda")]))
+        rows = []
+        for layer, (left, right) in enumerate(zip(engine, actor, strict=False)):
+            differ = [int((one[:len(prompt)] != two).sum()) for one, two in zip(left, right, strict=True)]
+            rows.append({"layer": layer, "kind": self.actor.model.shape.pattern[layer], "output": differ[0],
+                         "residual": differ[1]})
+        return {"rows": rows}
+
+    # ---- inside
+
+    def _build(self, lr: float, recompute: bool):
+        from megatron.zero_mismatch import kernels
+        from megatron.zero_mismatch.actor import Actor
+
+        (architecture,) = self.config["architectures"]
+        if architecture not in MODELS:
+            raise ValueError(f"no aligned trainer for {architecture}; there is one for {', '.join(MODELS)}")
+        where, name = MODELS[architecture]
+        module = importlib.import_module(f"megatron.zero_mismatch.models.{where}")
+        shape = module.Shape.from_hf(self.config)
+        model = getattr(module, name)(shape, kernels.from_vllm(page=self.scheduler.block_size), recompute=recompute)
+        model = model.cuda()
+        model.take(dict(self._resident()))
+        return Actor(model, heads=shape.heads, layers=len(shape.pattern), hidden=shape.hidden, lr=lr)
+
+    def _resident(self):
+        return list(self.runner.model.named_parameters())
+
+    def _sync(self) -> float:
+        import torch
+        from megatron.zero_mismatch.weight_sync import Manifest
+
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        exported = list(self.actor.model.exported())
+        manifest = Manifest.of(self.actor.guard, exported)
+        self.ledger.publish(manifest)
+        self.receiver.begin(manifest)
+        with torch.inference_mode():  # the engine's parameters may be inference tensors
+            for name, tensor in exported:
+                self.receiver.put(name, tensor)
+            receipt = self.receiver.commit()
+        self.ledger.confirm(receipt)
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    def _whole(self, sequence: dict):
+        import torch
+
+        return torch.tensor([*sequence["prompt"], *map(int, unpack(sequence["tokens"]))], device="cuda")
+
+    def _packed(self, batch: list[dict]):
+        from megatron.zero_mismatch.packing import pack as pack_sequences
+
+        return pack_sequences([self._whole(s) for s in batch])
+
+    def _loss(self, batch: list[dict], packed, responses: int, seen: dict):
+        """The micro-batch's share of the objective, as a function of its logprobs; notes their words in `seen`."""
+        import torch
+        from megatron.zero_mismatch.reinforce_zero import reinforce_zero_loss
+
+        behind = [torch.from_numpy(unpack(s["words"]).view(np.float32).copy()).cuda() for s in batch]
+        advantage = torch.tensor([s["advantage"] for s in batch], device="cuda")
+
+        def loss(logprobs):
+            seen.update(_answers(batch, packed, logprobs))
+            own = [logprobs[end - len(old):end] for (_, end), old in zip(packed.bounds, behind, strict=True)]
+            padded = torch.nn.utils.rnn.pad_sequence
+            lengths = torch.tensor([len(old) for old in behind], device="cuda")
+            mask = torch.arange(int(lengths.max()), device="cuda") < lengths[:, None]
+            return reinforce_zero_loss(padded(own, True), padded(behind, True), mask, advantage,
+                                       responses=responses).loss
+        return loss
+
+
+def micro_batches(sequences: list[dict], micro: int):
+    """Sequences in their order, as many as fit `micro` tokens, at least one."""
+    batch, tokens = [], 0
+    for sequence in sequences:
+        length = len(sequence["prompt"]) + len(unpack(sequence["tokens"]))
+        if batch and tokens + length > micro:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(sequence)
+        tokens += length
+    yield batch
+
+
+def _answers(batch: list[dict], packed, logprobs) -> dict:
+    """{id: packed words of the answer's tokens}."""
+    host = logprobs.detach().cpu().numpy()
+    return {s["id"]: pack(host[end - len(unpack(s["tokens"])):end].view(np.uint32))
+            for s, (_, end) in zip(batch, packed.bounds, strict=True)}
+
+
+@contextlib.contextmanager
+def _noting(layers):
+    """Clones of each layer's (output, residual), as integers, in the order of the calls."""
+    import torch
+
+    seen, hooks = [], []
+    for layer in layers:
+        hooks.append(layer.register_forward_hook(
+            lambda module, inputs, outputs: seen.append([t.clone().view(torch.int16) for t in outputs])))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _training():
+    """The engine's steps run in inference mode; what trains must not."""
+    import torch
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.enable_grad())
+    return stack

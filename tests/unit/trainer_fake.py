@@ -1,0 +1,79 @@
+"""prove's trainer backend on a machine without a GPU or vLLM: the reference kernels on both sides, Megatron-core as is.
+
+The "engine" is the same tiny model over parameters of its own, in the engine's names and layout, and samples token by
+token from a full forward: its words equal the trainer's as long as it holds the trainer's weights. flags["fault"]
+plants what must be noticed: "word" (one logprob has another last bit), "stale" (it keeps its first weights to answer).
+"""
+import os
+import types
+
+import numpy as np
+import torch
+from cuda_on_cpu import cuda_on_cpu
+from megatron.zero_mismatch import kernels
+from megatron.zero_mismatch.packing import pack as pack_sequences
+from tiny_nemotron import CONFIG, engine_weights, model
+
+from prove import trainer_backend
+from prove.engine import pack
+
+
+class Backend(trainer_backend.Backend):
+    def __init__(self, *, model: str, flags: dict, weights_script=None, emit=None):
+        self.placed = cuda_on_cpu()
+        self.placed.__enter__()  # for the life of the process
+        self.config, self.fault, self.actor = CONFIG, flags.get("fault"), None
+        weights = engine_weights()
+        self.runner = types.SimpleNamespace(model=types.SimpleNamespace(named_parameters=weights.items))
+        self.scheduler = types.SimpleNamespace(block_size=16)
+        kernels.from_vllm = lambda page: kernels.reference()
+        self.engine = _over({k: v.clone() for k, v in weights.items()} if self.fault == "stale" else weights)
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+
+    def info(self):
+        return {"versions": {"vllm": "fake"}, "gpu": "none", "vllm_path": os.environ["FAKE_SITE"] + "/vllm",
+                "start_seconds": 0.0, "weights": "00"}
+
+    @torch.no_grad()
+    def op_run(self, *, requests):
+        answers = {}
+        for request in requests:
+            generator = torch.Generator().manual_seed(request["seed"])
+            tokens = torch.tensor(request["prompt"])
+            for _ in range(request["max_tokens"]):
+                z = self._logits(tokens)
+                tokens = torch.cat([tokens, torch.multinomial(z.float().softmax(-1), 1, generator=generator)])
+            words = self.engine(*pack_sequences([tokens])).numpy()[-request["max_tokens"]:].view(np.uint32).copy()
+            if self.fault == "word":
+                words[1] ^= 1
+            answers[request["id"]] = {"tokens": pack(tokens[-request["max_tokens"]:].numpy()), "words": pack(words)}
+        return {"answers": answers, "seconds": 0.0}
+
+    def _logits(self, tokens):
+        hidden = self.engine.hidden(*pack_sequences([tokens]))[-1:]
+        return kernels.reference().linear(hidden, self.engine.lm_head.weight)[0]
+
+
+def _over(weights: dict[str, torch.Tensor]):
+    """A model that reads the engine's own tensors, A included."""
+    made = model()
+    for name, parameter in list(made.named_parameters()):
+        owner = made.get_submodule(name.rpartition(".")[0])
+        leaf, theirs = name.rpartition(".")[2], name.replace(".experts.w", ".experts.routed_experts.w")
+        if leaf == "A_log":
+            del owner.A_log
+            owner.A_log = _Rates(weights[theirs.removesuffix("_log")])
+        else:
+            parameter.data = weights[theirs].data
+    return made
+
+
+class _Rates:
+    """Stands for A_log where A itself is held: -exp(A_log) is A."""
+
+    def __init__(self, a: torch.Tensor):
+        self.a = a
+
+    def exp(self) -> torch.Tensor:
+        return -self.a
