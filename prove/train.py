@@ -157,7 +157,7 @@ def _part(trainer: Trainer, ui: UI, kept: record.Record, wanted) -> None:
     found = trainer.call("layers", prompt=list(max((r.prompt for r in wanted), key=len)))["rows"]
     kept.data["layers"] = found
     for row in found:
-        ui.say(f"layer {row['layer']} ({row['kind']}): {row['output']} words of its output and {row['residual']} of the "
+        ui.say(f"layer {row['layer']} ({row['kind']}): {row['output']} words of its output, {row['residual']} of the "
                "residual differ")
 
 

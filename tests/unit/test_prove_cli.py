@@ -14,6 +14,8 @@ OPTIONS = {
     "counter": {"--site", "--patches", "--tokens", "--at-once"},
     "bench": {"--concurrent", "--prompt-tokens", "--out-tokens", "--seconds", "--runs"},
     "unchanged": {"--pristine", "--tokens", "--concurrent", "--out-tokens", "--runs"},
+    "train": {"--updates", "--groups", "--answers", "--out-tokens", "--lr", "--restore-after"},
+    "grad": set(),
     "warm": {"--off"},
 }
 

@@ -2,9 +2,11 @@
 
 The "engine" is the same tiny model over parameters of its own, in the engine's names and layout, and samples token by
 token from a full forward: its words equal the trainer's as long as it holds the trainer's weights. flags["fault"]
-plants what must be noticed: "word" (one logprob has another last bit), "stale" (it keeps its first weights to answer).
+plants what must be noticed: "stale" (it keeps answering from its first weights).
 """
+import importlib.util
 import os
+import sys
 import types
 
 import numpy as np
@@ -13,6 +15,10 @@ from cuda_on_cpu import cuda_on_cpu
 from megatron.zero_mismatch import kernels
 from megatron.zero_mismatch.packing import pack as pack_sequences
 from tiny_nemotron import CONFIG, engine_weights, model
+
+if importlib.util.find_spec("psutil") is None:  # Megatron's writer asks it how much memory it takes, for its log
+    memory = types.SimpleNamespace(rss=0)
+    sys.modules["psutil"] = types.SimpleNamespace(Process=lambda pid: types.SimpleNamespace(memory_info=lambda: memory))
 
 from prove import trainer_backend
 from prove.engine import pack
@@ -24,10 +30,11 @@ class Backend(trainer_backend.Backend):
         self.placed.__enter__()  # for the life of the process
         self.config, self.fault, self.actor = CONFIG, flags.get("fault"), None
         weights = engine_weights()
-        self.runner = types.SimpleNamespace(model=types.SimpleNamespace(named_parameters=weights.items))
         self.scheduler = types.SimpleNamespace(block_size=16)
         kernels.from_vllm = lambda page: kernels.reference()
         self.engine = _over({k: v.clone() for k, v in weights.items()} if self.fault == "stale" else weights)
+        self.runner = types.SimpleNamespace(model=types.SimpleNamespace(named_parameters=weights.items,
+                                                                        model=self.engine.model))
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
 
@@ -36,7 +43,7 @@ class Backend(trainer_backend.Backend):
                 "start_seconds": 0.0, "weights": "00"}
 
     @torch.no_grad()
-    def op_run(self, *, requests):
+    def op_run(self, *, requests, graphs="on"):
         answers = {}
         for request in requests:
             generator = torch.Generator().manual_seed(request["seed"])
@@ -45,8 +52,6 @@ class Backend(trainer_backend.Backend):
                 z = self._logits(tokens)
                 tokens = torch.cat([tokens, torch.multinomial(z.float().softmax(-1), 1, generator=generator)])
             words = self.engine(*pack_sequences([tokens])).numpy()[-request["max_tokens"]:].view(np.uint32).copy()
-            if self.fault == "word":
-                words[1] ^= 1
             answers[request["id"]] = {"tokens": pack(tokens[-request["max_tokens"]:].numpy()), "words": pack(words)}
         return {"answers": answers, "seconds": 0.0}
 

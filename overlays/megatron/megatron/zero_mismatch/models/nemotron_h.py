@@ -194,6 +194,8 @@ class NemotronH(nn.Module):
         0 for a sequence's first token, which nothing predicts."""
         if packed.tokens != tokens.numel():
             raise ValueError(f"found {tokens.numel()} tokens for lengths that sum to {packed.tokens}, expected as many")
+        if max(packed.lengths) < 2:
+            raise ValueError("found sequences of one token only, expected a longer one; there is nothing to predict")
         hidden, k = self.hidden(tokens, packed), self.kernels
         predicted = packed.positions[1:] > 0
         target = tokens[1:][predicted]

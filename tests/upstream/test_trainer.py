@@ -1,0 +1,78 @@
+"""`prove train` and `prove grad` over the pinned megatron-core as released, on a CPU: its buffers, its distributed
+optimizer, its checkpoints; the reference kernels stand for vLLM's on both sides (tests/unit/trainer_fake.py)."""
+import os
+import pathlib
+import shutil
+
+import pytest
+
+from prove import grad, recipe, train, ui
+from prove.engine import EngineError
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FAKE = str(ROOT / "tests" / "unit" / "trainer_fake.py")
+OVERLAY = ROOT / "overlays" / "megatron" / "megatron" / "zero_mismatch"
+
+
+@pytest.fixture
+def run(megatron_tree, tmp_path, monkeypatch):
+    """Runs a command over a site that holds Megatron and the overlay."""
+    shutil.copytree(OVERLAY, megatron_tree / "megatron" / "zero_mismatch", dirs_exist_ok=True)
+    monkeypatch.setattr(train, "LENGTHS", (1, 3, 16, 17, 20, 5))
+    monkeypatch.setattr(grad, "LENGTHS", (1, 2, 15, 16, 40))
+    (tmp_path / "config.json").write_text("{}")
+    path = os.pathsep.join(map(str, (megatron_tree, ROOT / "tests" / "unit")))
+    common = {"out": tmp_path, "logs": tmp_path / "logs", "budget": 600.0, "backend": FAKE,
+              "env": {"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path, "TRITON_INTERPRET": "1"}}
+
+    def call(command, fault=None, **settings):
+        made = recipe.Recipe("fake", tmp_path, False, {"model": {"path": str(tmp_path), "vocab": 64},
+                                                       "engine": {"fault": fault}})
+        return command(made, ui.UI(json_only=True), **settings, **common)
+    return call
+
+
+def small(run, fault=None, updates=4):
+    return run(train.train, fault, updates=updates, groups=4, answers=3, tokens=8, lr=1e-2, restore_after=2)
+
+
+def test_trainer_agrees_before_every_update_and_a_fresh_process_goes_on_from_the_checkpoint(run):
+    data = small(run)
+    assert [row["case"] for row in data["rows"]] == ["update 1", "update 2", "update 3", "restored", "update 4"]
+    for row in data["rows"]:
+        assert row["scored"]["equal"] and row["trained"]["equal"] and row["scored"]["tokens"] == 96
+    restored = data["rows"][3]
+    assert restored["same"] and restored["version"] == 2
+    assert restored["norm"] == data["rows"][2]["norm"], "the optimizer's state went along"
+    assert [row["version"] for row in data["rows"]] == [0, 1, 2, 2, 3]
+    assert data["gain"]["last"] > data["gain"]["first"]
+    assert not data["passed"], "a fake engine is not the locked tree"
+
+
+def test_an_engine_that_keeps_its_old_weights_is_a_difference(run):
+    data = small(run, fault="stale", updates=3)
+    assert [row["scored"]["equal"] for row in data["rows"]] == [False] and data["rows"][0]["scored"]["max_dp"] > 0
+    # It differs in A alone, which the actor rounds through its logarithm: the first Mamba layer is the first to differ.
+    assert [row["kind"] for row in data["layers"]] == list("ME*M-E")
+    assert data["layers"][0]["output"] and not data["layers"][0]["residual"]
+
+
+def test_gradients_are_within_their_bounds_and_every_planted_fault_is_caught(run):
+    data = run(grad.grad)
+    assert all(row["within"] for row in data["rows"]) and len(data["rows"]) == 39
+    assert set(data["caught"]) == set(grad.FAULTS) and all(data["caught"].values())
+
+
+def test_a_checkpoint_of_other_bits_is_refused(run, tmp_path, monkeypatch):
+    save = train.Trainer.call
+
+    def call(self, op, **arguments):
+        found = save(self, op, **arguments)
+        if op == "save":
+            file = pathlib.Path(arguments["folder"]) / "zero_mismatch.json"
+            file.write_text(file.read_text().replace('"digest": "', '"digest": "0'))
+        return found
+
+    monkeypatch.setattr(train.Trainer, "call", call)
+    with pytest.raises(EngineError, match="found weights with digest"):
+        small(run)
