@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--groups", type=int, default=16, help="prompts a step (default 16)")
     one.add_argument("--answers", type=int, default=4, help="answers sampled for each prompt (default 4)")
     one.add_argument("--out-tokens", type=int, default=64, help="tokens of an answer (default 64)")
-    one.add_argument("--lr", type=float, default=5e-4, help="AdamW's learning rate (default 5e-4)")
+    one.add_argument("--lr", type=float, default=5e-5, help="AdamW's learning rate (default 5e-5)")
     one.add_argument("--restore-after", type=int, default=5, metavar="UPDATE",
                      help="save after this one, restore in a fresh process (default 5)")
 

@@ -15,29 +15,47 @@ import torch
 from prove.reference_nemotron_h import Reference
 
 
+VALUES = "logprobs"
 DRAWS = 4  # losses: a parameter of few elements, whose terms nearly cancel, needs more than one to be judged by
 
 
-def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int) -> dict:
-    """Rows of (parameter, relative error and cosine of the actor's gradient, relative error of the usual BF16 one), all
-    over the gradients of DRAWS losses laid end to end."""
-    found, expected, usual = [], [], []
+def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faults: list[str]) -> dict:
+    """rows: (parameter, relative error and cosine of the actor's gradient, relative error of the usual BF16 one), all
+    over the gradients of DRAWS losses laid end to end. The first row is that of the logprobs, which must agree before
+    anything else can: with other experts, or other weights, another function would be differentiated.
+    faults: the same rows with each fault planted in the actor's backward."""
     weights = dict(actor.model.exported())
-    for draw in range(DRAWS):
-        signs = _signs(sequences, draw)
-        choices = _accumulate(actor, sequences, signs, micro)
-        found.append({name: g.detach().double().clone() for name, g in actor.gradients().items()})
+    draws = [_signs(sequences, draw) for draw in range(DRAWS)]
+    found, choices = _of_actor(actor, sequences, draws, micro)
+    expected, usual = ([_reference(config, weights, sequences, signs, choices, dtype) for signs in draws]
+                       for dtype in (torch.float64, torch.bfloat16))
+
+    def rows(own: list[dict]) -> list[dict]:
+        return [_row(name, own, expected, usual, *_engine_name(name, weights)) for name in own[0]]
+
+    broken = {}
+    for fault in faults:
+        with planted(fault):
+            broken[fault] = rows(_of_actor(actor, sequences, draws, micro)[0])
+    return {"rows": rows(found), "faults": broken, "tokens": sum(len(s) - 1 for s in sequences)}
+
+
+def _of_actor(actor, sequences, draws, micro) -> tuple[list[dict], list[torch.Tensor]]:
+    """({logprobs and gradients by name} for each loss, the experts that were chosen: the same every time)."""
+    found = []
+    for signs in draws:
+        values, choices = _accumulate(actor, sequences, signs, micro)
+        gradients = {name: g.detach().double().clone() for name, g in actor.gradients().items()}
+        found.append({VALUES: values} | gradients)
         actor.ddp.zero_grad_buffer()
-        for side, dtype in ((expected, torch.float64), (usual, torch.bfloat16)):
-            side.append(_reference(config, weights, sequences, signs, choices, dtype))
-    rows = []
-    for name in found[0]:
-        engine, factor = _engine_name(name, weights)
-        own = torch.stack([draw[name] for draw in found])
-        want, plain = (torch.stack([draw[engine].double() * factor for draw in side]) for side in (expected, usual))
-        rows.append({"parameter": name, "error": _error(own, want), "cosine": _cosine(own, want),
-                     "usual_error": _error(plain, want), "norm": float(want.norm())})
-    return {"rows": rows, "tokens": sum(len(s) - 1 for s in sequences)}
+    return found, choices
+
+
+def _row(name: str, found, expected, usual, engine: str, factor) -> dict:
+    own = torch.stack([draw[name].double() for draw in found])
+    want, plain = (torch.stack([draw[engine].double() * factor for draw in side]) for side in (expected, usual))
+    return {"parameter": name, "error": _error(own, want), "cosine": _cosine(own, want),
+            "usual_error": _error(plain, want), "norm": float(want.norm())}
 
 
 def _signs(sequences: list[torch.Tensor], draw: int) -> list[torch.Tensor]:
@@ -45,42 +63,56 @@ def _signs(sequences: list[torch.Tensor], draw: int) -> list[torch.Tensor]:
     return [(torch.randint(0, 2, (len(s) - 1,), generator=generator) * 2 - 1).to(s.device) for s in sequences]
 
 
-def _accumulate(actor, sequences, signs, micro) -> list[torch.Tensor]:
-    """Fills the actor's gradient buffers; the experts it chose, by MoE layer, for all tokens."""
+def _accumulate(actor, sequences, signs, micro) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Fills the actor's gradient buffers; the logprobs, and by MoE layer the chosen experts, of all tokens."""
     from megatron.zero_mismatch.packing import pack
 
-    layers, chosen, begin = actor.model.shape.pattern.count("E"), [], 0
-    original = actor.model.kernels
-
-    def note(*arguments):
-        weights, ids = original.router_top_k(*arguments)
-        chosen.append(ids)
-        return weights, ids
-
+    layers, values, chosen, begin = actor.model.shape.pattern.count("E"), [], [], 0
     while begin < len(sequences):
         end = begin + 1
         while end < len(sequences) and sum(map(len, sequences[begin:end + 1])) <= micro:
             end += 1
         tokens, packed = pack(sequences[begin:end])
         weight = torch.cat([torch.nn.functional.pad(s, (1, 0)) for s in signs[begin:end]]).float()
-        actor.model.kernels = dataclasses.replace(original, router_top_k=note)
-        try:
+        with _noted(actor.model) as ids:
             logprobs = actor.logprobs(tokens, packed)
-        finally:
-            actor.model.kernels = original  # a recomputed layer must not be noted twice
+        chosen.append(ids)
+        values.append(logprobs.detach()[packed.positions > 0])
         (logprobs * weight).sum().backward()
         begin = end
-    return [torch.cat(chosen[layer::layers]) for layer in range(layers)]
+    return torch.cat(values), [torch.cat([ids[layer] for ids in chosen]) for layer in range(layers)]
+
+
+@contextlib.contextmanager
+def _noted(model):
+    """Collects what the routers choose while it is open. A backward that recomputes a layer calls the same table again,
+    later: that must not be collected."""
+    original, chosen, live = model.kernels, [], [True]
+
+    def note(*arguments):
+        weights, ids = original.router_top_k(*arguments)
+        if live:
+            chosen.append(ids)
+        return weights, ids
+
+    model.kernels = dataclasses.replace(original, router_top_k=note)
+    try:
+        yield chosen
+    finally:
+        model.kernels = original
+        live.clear()
 
 
 def _reference(config, weights, sequences, signs, choices, dtype) -> dict[str, torch.Tensor]:
     reference = Reference(config, weights, dtype)
-    begin = 0
+    values, begin = [], 0
     for tokens, sign in zip(sequences, signs, strict=True):  # one graph at a time: the recurrence keeps every state
         end = begin + len(tokens)
-        (reference.logprobs([tokens], [c[begin:end] for c in choices]) * sign).sum().backward()
+        found = reference.logprobs([tokens], [c[begin:end] for c in choices])
+        (found * sign).sum().backward()
+        values.append(found.detach())
         begin = end
-    return {name: w.grad for name, w in reference.w.items()}
+    return {VALUES: torch.cat(values)} | {name: w.grad for name, w in reference.w.items()}
 
 
 def _engine_name(name: str, weights: dict) -> tuple[str, torch.Tensor | float]:
@@ -102,12 +134,9 @@ def _cosine(found: torch.Tensor, want: torch.Tensor) -> float:
 # ---- faults, each in the backward alone: the values stay bit-identical, only the comparison can see them
 
 @contextlib.contextmanager
-def planted(fault: str | None):
+def planted(fault: str):
     from megatron.zero_mismatch import mamba2, norm, router
 
-    if fault is None:
-        yield
-        return
     original = norm._norm_backward
     patches = {
         # the experts' outputs keep their weights, the router learns nothing

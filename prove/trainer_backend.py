@@ -89,12 +89,12 @@ class Backend(vllm_backend.Backend):
         self.actor.save(pathlib.Path(folder))
         return {"version": self.actor.guard.version, "weights": self.actor.guard.digest}
 
-    def op_gradients(self, *, sequences: list[dict], micro: int, fault: str | None = None) -> dict:
+    def op_gradients(self, *, sequences: list[dict], micro: int, faults: list[str]) -> dict:
         """Every parameter's gradient against the independent reference: see prove/grad.py."""
         from prove import gradients
 
-        with _training(), gradients.planted(fault):
-            return gradients.compare(self.actor, self.config, [self._whole(s) for s in sequences], micro)
+        with _training():
+            return gradients.compare(self.actor, self.config, [self._whole(s) for s in sequences], micro, faults)
 
     def op_layers(self, *, prompt: list[int]) -> dict:
         """Where engine and actor part: the differing words of every layer's outputs, for one prompt's prefill."""
