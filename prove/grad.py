@@ -44,8 +44,8 @@ def exceeding(rows: list[dict]) -> list[dict]:
 
 def grad(recipe: Recipe, ui: UI, *, out: pathlib.Path, logs: pathlib.Path, budget: float, env: dict[str, str],
          backend: str = "trainer") -> dict:
-    subject = recipe.name + ("-tiny" if recipe.tiny else "")
-    kept = record.Record("grad", subject, {"lengths": LENGTHS, "micro": MICRO, "times": TIMES, "floor": FLOOR}, out)
+    kept = record.Record("grad", recipe.subject, {"lengths": LENGTHS, "micro": MICRO, "times": TIMES,
+                                                  "floor": FLOOR}, out)
     deadline = time.monotonic() + budget
     start, environment = engine_start(recipe, True)
     batch = sequences(recipe.vocab)

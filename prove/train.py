@@ -89,13 +89,12 @@ def compared(wanted: list[workload.Request], answers: dict, words: dict) -> Figu
 def train(recipe: Recipe, ui: UI, *, updates: int, groups: int, answers: int, tokens: int, lr: float,
           restore_after: int, out: pathlib.Path, logs: pathlib.Path, budget: float, env: dict[str, str],
           backend: str = "trainer") -> dict:
-    subject = recipe.name + ("-tiny" if recipe.tiny else "")
-    kept = record.Record("train", subject, {
+    kept = record.Record("train", recipe.subject, {
         "updates": updates, "groups": groups, "answers": answers, "tokens": tokens, "lr": lr,
         "restore_after": restore_after, "response_tokens": groups * answers * tokens, "micro": MICRO, "share": SHARE},
         out)
     deadline = time.monotonic() + budget
-    folder = logs / f"train-{subject}-checkpoint"
+    folder = logs / f"train-{recipe.subject}-checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
     start, environment = engine_start(recipe, True)
 

@@ -27,7 +27,7 @@ def run(megatron_tree, tmp_path, monkeypatch):
               "env": {"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path, "TRITON_INTERPRET": "1"}}
 
     def call(command, fault=None, **settings):
-        made = recipe.Recipe("fake", tmp_path, False, {"model": {"path": str(tmp_path), "vocab": 64},
+        made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": str(tmp_path), "vocab": 64},
                                                        "engine": {"fault": fault}})
         return command(made, ui.UI(json_only=True), **settings, **common)
     return call

@@ -116,11 +116,11 @@ def _vllm_mamba2(xbc, dt, a, d, dt_bias, packed: Packed, sizes: mamba2.Sizes) ->
     def to_device(rows):
         return torch.tensor(rows, dtype=torch.int32).to(xbc.device)
 
-    shape = (sizes.heads, sizes.head_dim, sizes.groups, sizes.state, sizes.chunk)
+    shape = (sizes.heads, sizes.head_dim, sizes.groups, sizes.state, mamba2_replay.CHUNK)
     x, b, c = xbc.split([sizes.x_width, sizes.bc_width, sizes.bc_width], dim=-1)
     step = mamba2_replay.Step(x, b, c, dt, a, d, dt_bias, shape)
-    pieces = mamba2_pieces.prefill([0] * len(packed.lengths), list(packed.lengths), sizes.chunk, mamba2_scan.TILE,
-                                   to_device)
+    pieces = mamba2_pieces.prefill([0] * len(packed.lengths), list(packed.lengths), mamba2_replay.CHUNK,
+                                   mamba2_scan.TILE, to_device)
     # Fresh sequences read nothing of their slot, and no tails are written: one slot takes every state left behind.
     cache = mamba2_replay.new_cache(2, shape, xbc.dtype, xbc.device, 0.0)
     slots = torch.ones(len(packed.lengths), dtype=torch.int32, device=xbc.device)

@@ -3,8 +3,9 @@
     S[t] = exp(dt[t] A) S[t-1] + dt[t] x[t] B[t]^T,    y[t] = S[t] C[t] + D x[t],    dt = softplus(raw + bias)
 
 Values: the rollout's own chunk replay (vllm/zero_mismatch/mamba2_replay.py), the same three kernels as a prefill from
-position 0: decode has the same bits by that operator's contract, and the chunk grid is the absolute position's, which
-packing does not move. Nothing is read from the cache, so all sequences share one slot and no ring is written.
+position 0: decode has the same bits by that operator's contract, and the chunk grid (its CHUNK, not the model's) is
+that of absolute positions, which packing does not move. Nothing is read from the cache, so all sequences share one slot
+and no ring is written.
 
 Backward: by re-running the scan by chunks in fp32 (`reference`) and differentiating that: the BF16 roundings inside the
 kernels (the carried state, the weights of x, the scaled B) are passed straight through. Gradients: x, B, C, raw dt, A,
@@ -25,7 +26,7 @@ class Sizes:
     head_dim: int
     groups: int
     state: int
-    chunk: int
+    chunk: int  # the model's: how the derivative is cut, which any number would do; the kernels have their own
 
     @property
     def x_width(self) -> int:
