@@ -118,3 +118,10 @@ def test_the_host_functions_that_differ_most_come_first():
           {"function": "new", "calls": 3, "own_us": 90.0}]
     assert [row["function"] for row in host.differences(off, on, most=2)] == ["wait", "new"]
     assert host.differences(off, on)[1] == {"function": "new", "off_us": 0.0, "on_us": 90.0}
+
+
+def test_a_script_that_writes_is_given_the_sizes_and_an_empty_folder(tmp_path):
+    seen = []
+    writes = types.SimpleNamespace(write=lambda source, folder: seen.append((source, folder)))
+    assert vllm_backend._small_model(writes, "sizes", str(tmp_path)) == str(tmp_path)
+    assert seen == [("sizes", str(tmp_path))]
