@@ -61,9 +61,10 @@ def _weights(q, rows, indices, lengths, sink, scale):
     live = (torch.arange(indices.shape[1], device=q.device) < lengths[:, None]) & (indices >= 0)
     k = wide(rows[indices.clamp(min=0).long()])
     logits = (wide(q) @ k.mT * scale).masked_fill(~live[:, None], float("-inf"))
-    logits = torch.cat([logits, wide(sink).expand(len(q), -1)[..., None]], -1)
-    p = torch.softmax(logits, -1)
-    return p[..., :-1], p[..., -1], k
+    largest = torch.maximum(logits.amax(-1), wide(sink))
+    e, e_sink = torch.exp(logits - largest[..., None]), torch.exp(wide(sink) - largest)
+    total = e.sum(-1) + e_sink
+    return e / total[..., None], e_sink / total, k
 
 
 def reference(q, rows, indices, lengths, sink, scale: float) -> torch.Tensor:

@@ -9,8 +9,11 @@ makes the trip through the FP8 cache (`kv_fp8`). Tokens after a sequence's last 
 Invariant: rows are the engine's. A row is written by its own programs from the fp32 states of its own tokens, by one
 kernel in prefill and decode (nvidia/ops/sparse_attn_compress_cutedsl.py); the states are written by one kernel as well.
 
+
 Backward: the formula is run again in PyTorch, in fp32, and differentiated there; the trip through the cache counts as
-the identity. Gradients reach kv_score, ape and w; layout, cos_sin, eps, kernel and guard get None.
+the identity. Softmax and mean are written out: in the engine's process torch.softmax is replaced by a kernel without a
+derivative (determinism/batch_invariant.py:1357). Gradients reach kv_score, ape and w; layout, cos_sin, eps, kernel and
+guard get None.
 
 kv_score: [T, 2 * c * D] fp32, kv first, c = 2 if ratio is 4 else 1; ape: [ratio, c * D] fp32; w: [D]
 -> rows [sum of length // ratio, D] bf16, sequence after sequence. Upstream: vllm/models/deepseek_v4/compressor.py.
@@ -39,9 +42,10 @@ def pooled(kv_score, ape, weight, packed: Packed, cos_sin, ratio: int, eps: floa
         score = score + wide(ape)
         if overlap:
             kv, score = (_with_previous(t, fill) for t, fill in ((kv, 0.0), (score, float("-inf"))))
-        rows.append((torch.softmax(score, 1) * kv).sum(1))
+        e = torch.exp(score - score.detach().amax(1, keepdim=True))
+        rows.append((e * kv).sum(1) / e.sum(1))
     row = torch.cat(rows)
-    row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps) * wide(weight)
+    row = row * torch.rsqrt(row.square().sum(-1, keepdim=True) / row.shape[-1] + eps) * wide(weight)
     return rotate(row, row_positions(packed, ratio), cos_sin)
 
 

@@ -162,7 +162,12 @@ class _Post(torch.autograd.Function):
         for start in range(0, len(grad), BLOCK):
             part = slice(start, start + BLOCK)
             g, (x, residual, post, comb) = wide(grad[part]), (wide(t[part]) for t in saved)
-            found.append(((post[..., None] * g).sum(1), comb @ g, (g * x[:, None]).sum(-1), residual @ g.mT))
+            found.append((
+                (post[..., None] * g).sum(1),
+                torch.stack([(comb[:, i, :, None] * g).sum(1) for i in range(comb.shape[1])], 1),
+                (g * x[:, None]).sum(-1),
+                torch.stack([(residual[:, i, None] * g).sum(-1) for i in range(comb.shape[1])], 1),
+            ))
         return None, *(torch.cat(d).to(t.dtype) for d, t in zip(zip(*found, strict=True), saved, strict=True))
 
 
