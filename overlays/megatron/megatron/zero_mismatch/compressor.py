@@ -9,7 +9,6 @@ makes the trip through the FP8 cache (`kv_fp8`). Tokens after a sequence's last 
 Invariant: rows are the engine's. A row is written by its own programs from the fp32 states of its own tokens, by one
 kernel in prefill and decode (nvidia/ops/sparse_attn_compress_cutedsl.py); the states are written by one kernel as well.
 
-
 Backward: the formula is run again in PyTorch, in fp32, and differentiated there; the trip through the cache counts as
 the identity. Softmax and mean are written out: in the engine's process torch.softmax is replaced by a kernel without a
 derivative (determinism/batch_invariant.py:1357). Gradients reach kv_score, ape and w; layout, cos_sin, eps, kernel and
