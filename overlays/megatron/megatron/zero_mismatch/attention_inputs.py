@@ -76,10 +76,11 @@ class _Norms(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_q, grad_kv):
         ctx.masters.check()
-        qr, kv, w_q, w_kv = ctx.saved_tensors
+        saved = ctx.saved_tensors  # asked for once: recomputation gives them out once
+        qr, kv, w_q, w_kv = saved
         dqr, dw_q = rms_grad(grad_q, qr, w_q, ctx.eps)
         dkv, dw_kv = rms_grad(grad_kv, kv, w_kv, ctx.eps)
-        grads = zip((dqr, dkv, dw_q, dw_kv), ctx.saved_tensors, strict=True)
+        grads = zip((dqr, dkv, dw_q, dw_kv), saved, strict=True)
         return None, *(d.to(t.dtype) for d, t in grads), None, None
 
 

@@ -21,6 +21,7 @@ Upstream: vllm/models/deepseek_v4/nvidia/flashmla.py:305-422, common/ops/cache_u
 """
 import torch
 
+from .batched import product
 from .masters import Masters
 from .packing import Packed, wide
 
@@ -60,7 +61,7 @@ def _weights(q, rows, indices, lengths, sink, scale):
     """(p [C, heads, W], p_sink [C, heads], listed rows [C, W, D]) of one block of queries, in the wide type."""
     live = (torch.arange(indices.shape[1], device=q.device) < lengths[:, None]) & (indices >= 0)
     k = wide(rows[indices.clamp(min=0).long()])
-    logits = (wide(q) @ k.mT * scale).masked_fill(~live[:, None], float("-inf"))
+    logits = (product(wide(q), k.mT) * scale).masked_fill(~live[:, None], float("-inf"))
     largest = torch.maximum(logits.amax(-1), wide(sink))
     e, e_sink = torch.exp(logits - largest[..., None]), torch.exp(wide(sink) - largest)
     total = e.sum(-1) + e_sink
@@ -104,11 +105,11 @@ class _Attend(torch.autograd.Function):
             part = slice(start, start + block)
             p, p_sink, k = _weights(q[part], rows, indices[part], lengths[part], sink, ctx.scale)
             g = wide(grad[part])
-            dp = g @ k.mT
+            dp = product(g, k.mT)
             along = (p * dp).sum(-1)  # dout . out
             dl = p * (dp - along[..., None])
-            dq[part] = (dl @ k * ctx.scale).to(q.dtype)
-            dk = dl.mT @ wide(q[part]) * ctx.scale + p.mT @ g
+            dq[part] = (product(dl, k) * ctx.scale).to(q.dtype)
+            dk = product(dl.mT, wide(q[part])) * ctx.scale + product(p.mT, g)
             listed = indices[part].flatten().long()
             drows.index_add_(0, listed.clamp(min=0), dk.flatten(0, 1))  # an entry without a row has p = 0, hence dk = 0
             dsink -= (p_sink * along).sum(0)

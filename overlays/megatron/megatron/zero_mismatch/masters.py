@@ -3,6 +3,9 @@
 Invariant: a Function that took `Masters` in its forward raises WeightsChanged in its backward if one of its weights was
 written to, rebound or moved in between, or if the guard's version advanced.
 
+Under activation checkpointing the forward runs again inside the backward and marks the weights of then; what notices a
+change in between is the seal on the model's output, which is checked before anything is recomputed.
+
 `WeightGuard.seal` guards the whole model once, on its output. This is the same check for one operator: it needs no
 model around it, costs one comparison a weight, and names the weight. The guard is optional; without it a write through
 `.data` goes unseen (see `version_guard`), with it the version tells.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import quant_fp8
+from .batched import product
 from .linear_fp8 import OperandCache, vllm_cast
 from .masters import Masters
 from .rotary import rotate
@@ -104,11 +105,11 @@ class _OProj(torch.autograd.Function):
         by_group = grad.transpose(0, 1)  # [G, T, N]
         dheads = dwo_a = None
         if ctx.needs_input_grad[1]:
-            turned = torch.bmm(by_group, wo_a.unflatten(0, (ctx.groups, -1))).transpose(0, 1)
+            turned = product(by_group, wo_a.unflatten(0, (ctx.groups, -1))).transpose(0, 1)
             dheads = rotate(turned.unflatten(2, (-1, heads.shape[2])).flatten(1, 2), positions, cos_sin).to(heads.dtype)
         if ctx.needs_input_grad[2]:
             rows = _grouped(heads, positions, cos_sin, ctx.groups).to(heads.dtype).transpose(0, 1)
-            dwo_a = torch.bmm(by_group.mT, rows).flatten(0, 1)
+            dwo_a = product(by_group.mT, rows).flatten(0, 1)
         return None, dheads, dwo_a, None, None, None, None, None
 
 

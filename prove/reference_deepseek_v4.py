@@ -1,0 +1,157 @@
+"""DeepSeek-V4 written a second time, from its equations, in plain PyTorch at any precision: what gradients are held to.
+
+Shares no code and no formula layout with the trainer: one sequence at a time, dense masks instead of row lists, every
+expert over every token with a one-hot matrix of what was chosen, pooling by windows of positions, Sinkhorn as repeated
+division, derivatives by autograd. Quantisers are left out: the trainer passes gradients straight through them. Weights
+come by the trainer's names. The choices of experts and of compressed rows are given from outside: they are discrete,
+and another choice is another function. In BF16 the same text is the usual BF16 model, whose error scales the bounds.
+
+Softmax and means are written out: an engine with batch invariance on replaces PyTorch's in its process, by kernels that
+compute in fp32 and have no derivative (determinism/batch_invariant.py:1357-1371 of 0.33.0).
+"""
+from __future__ import annotations
+
+import torch
+
+FP32 = ("hc_", "attn_sink", ".ape", "correction_bias")  # what a usual BF16 model keeps in fp32
+
+
+class Reference:
+    """config: config.json; weights: {trainer's name: tensor}, cast to `dtype` as leaves with gradient; tables: cosines
+    and sines by compression ratio."""
+
+    def __init__(self, config: dict, weights: dict[str, torch.Tensor], tables: dict[int, torch.Tensor],
+                 dtype: torch.dtype):
+        self.c, self.dtype, self.tables = config, dtype, tables
+        self.w = {name: self._leaf(name, w) for name, w in weights.items()}
+
+    def _leaf(self, name: str, w: torch.Tensor) -> torch.Tensor:
+        if not w.is_floating_point():
+            return w
+        narrow = self.dtype == torch.bfloat16 and any(part in name for part in FP32)
+        return w.detach().to(torch.float32 if narrow else self.dtype).requires_grad_()
+
+    def logprobs(self, tokens, experts: list[torch.Tensor], rows: dict[int, torch.Tensor]) -> torch.Tensor:
+        """One sequence. experts: [n, k] a layer; rows: {layer: [n, K], -1 where none} -> [n - 1]."""
+        streams = torch.stack([self.w["model.embed_tokens.weight"][tokens]] * self.c["hc_mult"], 1)
+        for i, kind in enumerate(self.c["layer_types"]):
+            at, ratio = f"model.layers.{i}.", self.c["compress_rates"].get(kind, 0)
+            streams = self._sublayer(streams, at, "attn", lambda x, at=at, ratio=ratio, i=i: self._attention(
+                x, at + "attn.", ratio, rows.get(i)))
+            streams = self._sublayer(streams, at, "ffn", lambda x, at=at, i=i: self._moe(
+                x, at + "ffn.", experts[i].long()))
+        flat = streams.flatten(1)
+        gate = self._mix(flat, "model.hc_head_", slice(None), 0)
+        x = (((torch.sigmoid(gate) + self.c["hc_eps"])[:, :, None] * self._up(streams)).sum(1)).to(self.dtype)
+        z = self._rms(x, self.w["model.norm.weight"]) @ self.w["lm_head.weight"].T
+        z = self._up(z)[:-1]
+        z = z - z.detach().amax(-1, keepdim=True)
+        return z.gather(1, tokens[1:, None])[:, 0] - z.exp().sum(-1).log()
+
+    @staticmethod
+    def _up(x):
+        return x if x.dtype == torch.float64 else x.float()
+
+    def _rms(self, x, weight=None):
+        wide = self._up(x)
+        y = (wide * (wide.pow(2).sum(-1, keepdim=True) / x.shape[-1] + self.c["rms_norm_eps"]) ** -0.5).to(self.dtype)
+        return y if weight is None else y * weight
+
+    def _mix(self, flat, name, part, scale):
+        wide = self._up(flat)
+        size = (wide.pow(2).sum(-1, keepdim=True) / flat.shape[1] + self.c["rms_norm_eps"]) ** 0.5
+        fn, base = self.w[name + "fn"][part], self.w[name + "base"][part]
+        return wide @ self._up(fn).T / size * self.w[name + "scale"][scale] + base
+
+    def _sublayer(self, streams, at, part, function):
+        n, s = streams.shape[:2]
+        flat, name, eps = streams.flatten(1), f"{at}hc_{part}_", self.c["hc_eps"]
+        collapse = torch.sigmoid(self._mix(flat, name, slice(0, s), 0)) + eps
+        spread = 2 * torch.sigmoid(self._mix(flat, name, slice(s, 2 * s), 1))
+        mixing = self._mix(flat, name, slice(2 * s, None), 2).view(n, s, s)
+        mixing = torch.exp(mixing - mixing.detach().amax(2, keepdim=True))
+        mixing = mixing / mixing.sum(2, keepdim=True) + eps
+        for step in range(self.c["hc_sinkhorn_iters"]):
+            if step:
+                mixing = mixing / (mixing.sum(2, keepdim=True) + eps)
+            mixing = mixing / (mixing.sum(1, keepdim=True) + eps)
+        x = torch.einsum("ns,nsh->nh", collapse, self._up(streams)).to(self.dtype)
+        y = function(self._rms(x, self.w[f"{at}{part}_norm.weight"]))
+        mixed = torch.einsum("nio,nih->noh", mixing, self._up(streams))
+        return (mixed + spread[:, :, None] * self._up(y)[:, None]).to(self.dtype)
+
+    def _turn(self, x, positions, ratio, back=False):
+        """Rotates the last columns by complex multiplication; x: [n, ..., D]."""
+        cos, sin = self.tables[ratio][positions].to(self._up(x).dtype).chunk(2, -1)
+        rotor = torch.complex(cos, -sin if back else sin)
+        rotor = rotor.view(len(x), *[1] * (x.ndim - 2), -1)
+        head, tail = self._up(x).split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], -1)
+        pairs = torch.view_as_complex(tail.unflatten(-1, (-1, 2)).contiguous()) * rotor
+        return torch.cat([head, torch.view_as_real(pairs).flatten(-2)], -1).to(self.dtype)
+
+    def _attention(self, x, at, ratio, chosen):
+        n, heads, d, r = len(x), self.c["num_attention_heads"], self.c["head_dim"], self.c["q_lora_rank"]
+        places = torch.arange(n, device=x.device)
+        low = x @ self.w[at + "fused_wqa_wkv.weight"].T
+        qr = self._rms(low[:, :r], self.w[at + "q_norm.weight"])
+        kv = self._rms(low[:, r:], self.w[at + "kv_norm.weight"])
+        q = self._turn(self._rms((qr @ self.w[at + "wq_b.weight"].T).view(n, heads, d)), places, ratio)
+        keys = self._turn(kv, places, ratio)
+        age = places[:, None] - places
+        seen = (age >= 0) & (age < self.c["sliding_window"])
+        if ratio and n >= ratio:
+            pooled = self._pooled(x, at + "compressor.", ratio, d)
+            keys = torch.cat([pooled, keys])
+            rows = torch.arange(len(pooled), device=x.device)
+            visible = rows < ((places + 1) // ratio)[:, None]
+            if chosen is not None:
+                visible = visible & (chosen[:, :, None] == rows).any(1)
+            seen = torch.cat([visible, seen], 1)
+        scores = torch.einsum("nhd,md->hnm", self._up(q), self._up(keys)) * d**-0.5
+        scores = scores.masked_fill(~seen, float("-inf"))
+        sink = self._up(self.w[at + "attn_sink"])[:, None]
+        top = torch.maximum(scores.detach().amax(-1), sink.detach())
+        e = torch.exp(scores - top[..., None])
+        p = e / (e.sum(-1) + torch.exp(sink - top))[..., None]
+        out = self._turn(torch.einsum("hnm,md->nhd", p, self._up(keys)).to(self.dtype), places, ratio, back=True)
+        groups, rank = self.c["o_groups"], self.c["o_lora_rank"]
+        wo_a = self.w[at + "wo_a.weight"].view(groups, rank, -1)
+        z = torch.stack([out.view(n, groups, -1)[:, g] @ wo_a[g].T for g in range(groups)], 1)
+        return z.flatten(1) @ self.w[at + "wo_b.weight"].T
+
+    def _pooled(self, x, at, ratio, d):
+        both = self._up(x) @ self._up(self.w[at + "fused_wkv_wgate.weight"]).T
+        kv, score = both.chunk(2, -1)
+        ape, columns, rows = self._up(self.w[at + "ape"]), kv.shape[1], []
+        for last in range(ratio - 1, len(x), ratio):
+            window = [(p, columns - d) for p in range(last - ratio + 1, last + 1)]  # this group: its last d columns
+            if columns > d:
+                window += [(p, 0) for p in range(max(0, last - 2 * ratio + 1), last - ratio + 1)]
+            e = torch.stack([score[p, c:c + d] + ape[p % ratio, c:c + d] for p, c in window])
+            e = torch.exp(e - e.detach().amax(0))
+            v = torch.stack([kv[p, c:c + d] for p, c in window])
+            rows.append((e / e.sum(0) * v).sum(0))
+        rows = torch.stack(rows)
+        rms = (rows.pow(2).sum(-1, keepdim=True) / d + self.c["rms_norm_eps"]) ** 0.5
+        starts = torch.arange(len(rows), device=x.device) * ratio
+        return self._turn(rows / rms * self._up(self.w[at + "norm.weight"]), starts, ratio)
+
+    def _expert(self, x, w13, w2):
+        limit = self.c["swiglu_limit"]
+        gate, up = self._up(x @ w13.T).chunk(2, -1)
+        gate = torch.where(gate > limit, torch.full_like(gate, limit), gate)
+        up = torch.where(up.abs() > limit, torch.sign(up) * limit, up)
+        return (gate / (1 + torch.exp(-gate)) * up).to(self.dtype) @ w2.T
+
+    def _moe(self, x, at, chosen):
+        gate = self._up(x) @ self._up(self.w[at + "gate.weight"]).T
+        p = torch.sqrt(torch.log(1 + torch.exp(gate)))
+        keep = torch.zeros_like(p).scatter(1, chosen, 1.0)
+        weight = p * keep
+        weight = weight / weight.sum(-1, keepdim=True) * self.c["routed_scaling_factor"]
+        routed = torch.zeros_like(self._up(x))
+        for e in range(self.c["n_routed_experts"]):
+            out = self._expert(x, self.w[at + "experts.w13_weight"][e], self.w[at + "experts.w2_weight"][e])
+            routed = routed + weight[:, e:e + 1] * self._up(out)
+        shared = [self.w[f"{at}shared_experts.{name}.weight"] for name in ("gate_up_proj", "down_proj")]
+        return self._expert(x, *shared) + routed.to(self.dtype)

@@ -1,0 +1,231 @@
+"""The DeepSeek-V4 trainer model on plain PyTorch kernels: gradients against an independent model, and the weights' way.
+
+No compiled kernel runs here: `exact` tables check the derivative of the whole composition, `reference` tables (with the
+deployment's quantisers) the export and the independence of packing. prove does the same on a GPU with vLLM's kernels.
+"""
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.zero_mismatch import indexer, kernels_dsv4
+from megatron.zero_mismatch.linear_fp8 import OperandCache
+from megatron.zero_mismatch.models.deepseek_v4 import DeepseekV4, Shape
+from megatron.zero_mismatch.packing import Packed, pack
+from megatron.zero_mismatch.version_guard import WeightGuard, WeightsChanged
+from prove.reference_deepseek_v4 import Reference
+
+CONFIG = {
+    "vocab_size": 17, "hidden_size": 8, "num_attention_heads": 4, "head_dim": 6, "qk_rope_head_dim": 4,
+    "q_lora_rank": 5, "o_lora_rank": 3, "o_groups": 2, "sliding_window": 5,
+    "layer_types": ["sliding", "csa", "hca", "csa"], "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "compress_rates": {"csa": 4, "hca": 128}, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 3, "hc_mult": 3,
+    "hc_sinkhorn_iters": 3, "hc_eps": 1e-3, "rms_norm_eps": 1e-3, "moe_intermediate_size": 4, "n_routed_experts": 5,
+    "num_experts_per_tok": 2, "routed_scaling_factor": 1.5, "swiglu_limit": 0.7, "expert_dtype": "fp8",
+}  # fmt: skip
+FP8_CONFIG = CONFIG | {
+    "hidden_size": 128, "num_attention_heads": 2, "head_dim": 128, "qk_rope_head_dim": 64, "q_lora_rank": 128,
+    "o_lora_rank": 128, "o_groups": 1, "index_head_dim": 128, "moe_intermediate_size": 128,
+    "layer_types": ["sliding", "csa"], "mlp_layer_types": ["hash_moe", "moe"], "swiglu_limit": 10.0,
+}  # fmt: skip
+LENGTHS = (133, 9, 1, 40)
+
+
+def tables(config, dtype):
+    generator, turned = torch.Generator().manual_seed(7), config["qk_rope_head_dim"]
+    angles = {ratio: torch.rand(160, turned // 2, generator=generator) * 6 for ratio in (0, 4, 128)}
+    return {ratio: torch.cat([a.cos(), a.sin()], -1).to(dtype) for ratio, a in angles.items()}
+
+
+def build(config=CONFIG, table=kernels_dsv4.exact, dtype=torch.float64, **more):
+    model = DeepseekV4(Shape.from_hf(config), table(), tables(config, torch.promote_types(dtype, torch.float32)), dtype,
+                       **more)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not p.is_floating_point():
+                p.copy_(torch.stack([torch.randperm(config["n_routed_experts"], generator=generator)[: p.shape[1]]
+                                     for _ in p]))
+            elif "norm" in name or name.endswith("_scale"):
+                p.copy_(1 + 0.1 * torch.randn(p.shape, generator=generator))
+            else:
+                p.copy_(torch.randn(p.shape, generator=generator) * (p.shape[-1] ** -0.5 if p.ndim > 1 else 0.5))
+    return model
+
+
+def batch(config=CONFIG, lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(1)
+    return pack([torch.randint(0, config["vocab_size"], (n,), generator=generator) for n in lengths])
+
+
+def noting(model, monkeypatch):
+    """Experts and compressed rows that the model chooses, by layer."""
+    experts, rows, k = [], [], model.run.kernels
+
+    def note(kernel):
+        def noted(*arguments):
+            weights, ids = kernel(*arguments)
+            experts.append(ids)
+            return weights, ids
+        return noted
+
+    def select(*arguments, real=indexer.select):
+        rows.append(real(*arguments))
+        return rows[-1]
+
+    noted = k.router._replace(top_k=note(k.router.top_k), hashed=note(k.router.hashed))
+    model.run.kernels = dataclasses.replace(k, router=noted)
+    monkeypatch.setattr(indexer, "select", select)
+    return experts, rows
+
+
+def by_reference(model, config, tokens, packed, experts, rows, dtype=torch.float64):
+    compressed = [i for i, ratio in enumerate(model.shape.ratios) if ratio == 4]
+    reference = Reference(config, dict(model.named_parameters()), model.tables, dtype)
+    found = [
+        reference.logprobs(tokens[a:b], [e[a:b] for e in experts],
+                           {i: chosen[a:b] for i, chosen in zip(compressed, rows, strict=True)})
+        for a, b in packed.bounds if b - a > 1
+    ]  # fmt: skip
+    return torch.cat(found), reference
+
+
+@pytest.fixture(params=[False, True], ids=["kept", "recomputed"])
+def compared(request, monkeypatch):
+    model = build(recompute=request.param)
+    tokens, packed = batch()
+    experts, rows = noting(model, monkeypatch)
+    got = model(tokens, packed)
+    layers = len(CONFIG["layer_types"])
+    want, reference = by_reference(model, CONFIG, tokens, packed, experts[:layers], rows[:2])
+    return model, packed, got, want, reference
+
+
+def test_logprobs_are_those_of_the_independent_model(compared):
+    _, packed, got, want, _ = compared
+    assert torch.allclose(got[packed.positions > 0], want, rtol=1e-9, atol=1e-10)
+    assert not got[packed.positions == 0].any()
+
+
+def test_every_gradient_is_that_of_the_independent_model(compared):
+    model, packed, got, want, reference = compared
+    signs = torch.randn(len(want), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    (got[packed.positions > 0] * signs).sum().backward()
+    (want * signs).sum().backward()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            exact = reference.w[name].grad
+            assert exact.norm() > 0, f"{name} plays no part: the comparison shows nothing"
+            assert (p.grad - exact).norm() < 1e-8 * exact.norm(), f"{name}: {(p.grad - exact).norm() / exact.norm()}"
+        else:
+            assert p.grad is None
+            assert "indexer" in name or name.endswith(("tid2eid", "e_score_correction_bias"))
+
+
+def test_planted_fault_in_one_operator_shows_in_the_comparison(compared, monkeypatch):
+    """The whole comparison, with the mixing matrix transposed in the backward of mHC's post."""
+    from megatron.zero_mismatch import mhc
+
+    model, packed, got, want, reference = compared
+    real = mhc._Post.backward
+
+    def transposed(ctx, grad):
+        found = list(real(ctx, grad))
+        found[4] = found[4].mT
+        return tuple(found)
+
+    monkeypatch.setattr(mhc._Post, "backward", staticmethod(transposed))
+    got[packed.positions > 0].sum().backward()
+    want.sum().backward()
+    name = "model.layers.0.hc_ffn_fn"
+    error = dict(model.named_parameters())[name].grad - reference.w[name].grad
+    assert error.norm() > 1e-3 * reference.w[name].grad.norm()
+
+
+# ---- with the deployment's quantisers
+
+
+def quantised(**more):
+    return build(FP8_CONFIG, kernels_dsv4.reference, torch.bfloat16, **more)
+
+
+def test_packing_changes_no_bit():
+    model = quantised()
+    tokens, packed = batch(FP8_CONFIG, (21, 1, 34, 8))
+    with torch.no_grad():
+        whole = model(tokens, packed)
+        for (a, b), n in zip(packed.bounds, packed.lengths, strict=True):
+            assert torch.equal(model(tokens[a:b], Packed((n,), packed.device)), whole[a:b])
+        backwards = [tokens[a:b] for a, b in packed.bounds[::-1]]
+        flipped = torch.cat([model(*pack(backwards))[a:b] for a, b in
+                             Packed(packed.lengths[::-1], packed.device).bounds[::-1]])
+    assert torch.equal(flipped, whole)
+
+
+def test_cache_and_recomputation_change_no_bit_and_no_gradient():
+    tokens, packed = batch(FP8_CONFIG, (21, 8))
+    grads = []
+    for more in ({}, {"recompute": True}, {"cache": True}):
+        model = quantised(recompute=more.get("recompute", False))
+        if more.get("cache"):
+            model.run.guard = WeightGuard(model.named_parameters)
+            model.run.cache = OperandCache(model.run.guard)
+        out = model(tokens, packed)
+        out.sum().backward()
+        grads.append([out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for other in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
+
+
+def test_export_is_the_operand_of_the_forward_and_take_is_its_inverse():
+    model, fresh = quantised(), quantised()
+    with torch.no_grad():
+        for p in fresh.parameters():
+            p.zero_()
+    engine = dict(model.exported())
+    assert engine["model.layers.1.attn.wq_b.weight"].dtype == torch.float8_e4m3fn
+    assert engine["model.layers.0.ffn.experts.routed_experts.w13_weight_scale_inv"].shape == (5, 2, 1)
+    tokens, packed = batch(FP8_CONFIG, (21, 8))
+    with torch.no_grad():
+        before = model(tokens, packed)
+        fresh.take({name: t.clone() for name, t in engine.items()})
+        assert torch.equal(fresh(tokens, packed), before), "masters read back from the engine compute other values"
+        for name, tensor in fresh.exported():
+            if not name.endswith("_scale_inv") and name + "_scale_inv" not in engine:
+                assert torch.equal(tensor, engine[name]), name
+
+
+def test_other_names_are_refused():
+    model = quantised()
+    engine = dict(model.exported())
+    engine.pop("lm_head.weight")
+    with pytest.raises(ValueError, match="lm_head.weight"):
+        model.take(engine)
+
+
+def test_update_between_forward_and_backward_is_refused():
+    model = quantised()
+    tokens, packed = batch(FP8_CONFIG, (9,))
+    out = model(tokens, packed)
+    with torch.no_grad():
+        model.model.layers[1].attn.wo_b.weight.add_(1)
+    with pytest.raises(WeightsChanged, match="'master' has writes"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("change,match", [
+    ({"expert_dtype": "fp4"}, "expert_dtype"), ({"compress_rates": {"csa": 8}}, "ratios"),
+    ({"mlp_layer_types": ["moe", "hash_moe", "moe", "moe"]}, "hash_moe"),
+])  # fmt: skip
+def test_unknown_architecture_is_refused(change, match):
+    with pytest.raises(ValueError, match=match):
+        Shape.from_hf(CONFIG | change)
+
+
+def test_tiny_recipe_is_understood():
+    import json
+    import pathlib
+
+    folder = pathlib.Path(__file__).resolve().parents[2] / "recipes" / "deepseek-v4" / "tiny"
+    shape = Shape.from_hf(json.loads((folder / "config.json").read_text()))
+    assert shape.pattern == "SCHCH" and shape.hashed == 1 and shape.index_top_k == 512
