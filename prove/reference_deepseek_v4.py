@@ -150,8 +150,9 @@ class Reference:
         weight = p * keep
         weight = weight / weight.sum(-1, keepdim=True) * self.c["routed_scaling_factor"]
         routed = torch.zeros_like(self._up(x))
-        for e in range(self.c["n_routed_experts"]):
-            out = self._expert(x, self.w[at + "experts.w13_weight"][e], self.w[at + "experts.w2_weight"][e])
-            routed = routed + weight[:, e:e + 1] * self._up(out)
+        # unbind, not an index: the gradient of an index is as large as all experts.
+        each = zip(self.w[at + "experts.w13_weight"].unbind(), self.w[at + "experts.w2_weight"].unbind(), strict=True)
+        for e, (w13, w2) in enumerate(each):
+            routed = routed + weight[:, e:e + 1] * self._up(self._expert(x, w13, w2))
         shared = [self.w[f"{at}shared_experts.{name}.weight"] for name in ("gate_up_proj", "down_proj")]
         return self._expert(x, *shared) + routed.to(self.dtype)

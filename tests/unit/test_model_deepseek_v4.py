@@ -195,6 +195,24 @@ def test_export_is_the_operand_of_the_forward_and_take_is_its_inverse():
                 assert torch.equal(tensor, engine[name]), name
 
 
+def test_exported_names_and_dtypes_are_those_the_recipe_fills_in_the_engine():
+    """recipes/deepseek-v4/tiny/weights.py has a rule for each of the engine's parameters, FP8 or not, by its name."""
+    import importlib.util
+    import pathlib
+    import re
+
+    path = pathlib.Path(__file__).resolve().parents[2] / "recipes" / "deepseek-v4" / "tiny" / "weights.py"
+    spec = importlib.util.spec_from_file_location("tiny_weights", path)
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    used = set()
+    for name, tensor in quantised().exported():
+        pattern, rule = next((p, r) for p, r in recipe.RULES if re.search(p, name))
+        used.add(pattern)
+        assert (rule is recipe._fp8) == (tensor.dtype == torch.float8_e4m3fn), name
+    assert used == {pattern for pattern, _ in recipe.RULES}, "the engine has parameters that the trainer lacks"
+
+
 def test_other_names_are_refused():
     model = quantised()
     engine = dict(model.exported())

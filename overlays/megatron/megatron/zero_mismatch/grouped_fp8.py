@@ -83,11 +83,12 @@ EXACT = ExpertKernels(lambda master: master, _reference_experts(quantised=False)
 
 
 def vllm_operand(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exporter's cast, expert by expert, then the engine's load (`prepare_fp8_moe_layer_for_deepgemm`)."""
+    """The exporter's cast of all experts as one matrix (blocks do not reach across experts: N is a multiple of 128),
+    then the engine's load (`prepare_fp8_moe_layer_for_deepgemm`)."""
     from vllm.model_executor.layers.quantization.utils.fp8_utils import deepgemm_post_process_fp8_weight_block
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
-    codes, scales = (torch.stack(part) for part in zip(*(vllm_cast(each) for each in master), strict=True))
+    codes, scales = (part.unflatten(0, (len(master), -1)) for part in vllm_cast(master.flatten(0, 1)))
     block = (quant_fp8.BLOCK, quant_fp8.BLOCK)
     return deepgemm_post_process_fp8_weight_block(codes, scales, block, use_e8m0=is_deep_gemm_e8m0_used())
 

@@ -215,18 +215,18 @@ class Layer(nn.Module):
         weight = getattr(self, f"{part}_norm").weight
         return *(getattr(self, f"hc_{part}_{name}") for name in ("fn", "scale", "base")), weight, self.s.mhc
 
-    def forward(self, x, state, tokens, packed: Packed, table, run: "Run"):
-        """`state`: (residual, post, comb), None before the first layer -> (the sublayer's output, state)."""
+    def forward(self, x, residual, post, comb, tokens, packed: Packed, table, run: "Run"):
+        """residual, post, comb: None before the first layer -> (the sublayer's output, residual, post, comb)."""
         k = run.kernels.mhc
-        if state is None:
+        if residual is None:
             residual, x, post, comb = mhc.pre_broadcast(k.pre_broadcast, x, *self._mix("attn"), run.guard)
         else:
-            residual = mhc.post(k.post, x, *state)
+            residual = mhc.post(k.post, x, residual, post, comb)
             x, post, comb = mhc.pre(k.pre, residual, *self._mix("attn"), run.guard)
         x = self.attn(x, packed, table, run)
         residual = mhc.post(k.post, x, residual, post, comb)
         x, post, comb = mhc.pre(k.pre, residual, *self._mix("ffn"), run.guard)
-        return self.ffn(x, tokens, run), (residual, post, comb)
+        return self.ffn(x, tokens, run), residual, post, comb
 
 
 class Backbone(nn.Module):
@@ -278,14 +278,14 @@ class DeepseekV4(nn.Module):
     def hidden(self, tokens: torch.Tensor, packed: Packed) -> torch.Tensor:
         """The states that lm_head sees: [tokens, hidden]."""
         b, k, s = self.model, self.run.kernels, self.shape
-        x, state = torch.nn.functional.embedding(tokens, b.embed_tokens.weight), None
+        state = torch.nn.functional.embedding(tokens, b.embed_tokens.weight), None, None, None
         for layer in b.layers:
-            arguments = x, state, tokens, packed, self.tables[layer.ratio], self.run
+            arguments = *state, tokens, packed, self.tables[layer.ratio], self.run
             if self.recompute and torch.is_grad_enabled():
-                x, state = checkpoint(layer, *arguments, use_reentrant=False)
+                state = checkpoint(layer, *arguments, use_reentrant=False)
             else:
-                x, state = layer(*arguments)
-        streams = mhc.post(k.mhc.post, x, *state)
+                state = layer(*arguments)
+        streams = mhc.post(k.mhc.post, *state)
         x = mhc.head(k.mhc.head, streams, b.hc_head_fn, b.hc_head_scale, b.hc_head_base, s.mhc, self.run.guard)
         return norm.rms_norm(k.shared.rms_norm, x, b.norm.weight, s.eps)
 
