@@ -17,7 +17,7 @@ from prove import vllm_backend
 from prove.engine import pack, unpack
 
 # By architecture: the module under megatron.zero_mismatch.models, and its model.
-MODELS = {"NemotronHForCausalLM": ("nemotron_h", "NemotronH")}
+MODELS = {"NemotronHForCausalLM": ("nemotron_h", "NemotronH"), "DeepseekV4ForCausalLM": ("deepseek_v4", "DeepseekV4")}
 
 
 class Backend(vllm_backend.Backend):
@@ -37,7 +37,9 @@ class Backend(vllm_backend.Backend):
             self.actor = self._build(lr, recompute)
             if restore:
                 self.actor.load(pathlib.Path(restore))
-            self.receiver = WeightReceiver(self._resident)
+            # DeepSeek-V4 keeps a sum of mHC weights besides its parameters, and makes it again in place.
+            derive = getattr(self.runner.model, "process_weights_after_loading", None)
+            self.receiver = WeightReceiver(self._resident, derive=derive)
             self.ledger = SyncLedger(max_lag=0)
             seconds = self._sync()
         parameters = sum(p.numel() for p in self.actor.model.parameters())
@@ -109,7 +111,8 @@ class Backend(vllm_backend.Backend):
             self.actor.model.hidden(*pack_sequences([torch.tensor(prompt, device="cuda")]))
         rows = []
         for layer, (left, right) in enumerate(zip(engine, actor, strict=False)):
-            differ = [int((one[:len(prompt)] != two).sum()) for one, two in zip(left, right, strict=True)]
+            # Output and residual; what more a layer hands on (DeepSeek-V4: its mixing matrices) follows from them.
+            differ = [int((one[:len(prompt)] != two).sum()) for one, two in zip(left[:2], right[:2], strict=True)]
             rows.append({"layer": layer, "kind": self.actor.model.shape.pattern[layer], "output": differ[0],
                          "residual": differ[1]})
         return {"rows": rows}
@@ -117,7 +120,6 @@ class Backend(vllm_backend.Backend):
     # ---- inside
 
     def _build(self, lr: float, recompute: bool):
-        from megatron.zero_mismatch import kernels
         from megatron.zero_mismatch.actor import Actor
 
         (architecture,) = self.config["architectures"]
@@ -126,10 +128,26 @@ class Backend(vllm_backend.Backend):
         where, name = MODELS[architecture]
         module = importlib.import_module(f"megatron.zero_mismatch.models.{where}")
         shape = module.Shape.from_hf(self.config)
-        model = getattr(module, name)(shape, kernels.from_vllm(page=self.scheduler.block_size), recompute=recompute)
+        model = getattr(module, name)(shape, *self._tables(where), recompute=recompute)
         model = model.cuda()
         model.take(dict(self._resident()))
-        return Actor(model, heads=shape.heads, layers=len(shape.pattern), hidden=shape.hidden, lr=lr)
+        actor = Actor(model, heads=shape.heads, layers=len(shape.pattern), hidden=shape.hidden, lr=lr)
+        if where == "deepseek_v4":  # the forward and its recomputation quantise a weight once a version
+            from megatron.zero_mismatch.linear_fp8 import OperandCache
+
+            model.run.guard, model.run.cache = actor.guard, OperandCache(actor.guard)
+        return actor
+
+    def _tables(self, where: str) -> tuple:
+        """The kernels of a family, and the engine's own rotary tables where the family has them."""
+        if where == "deepseek_v4":
+            from megatron.zero_mismatch import kernels_dsv4
+            from megatron.zero_mismatch.models.deepseek_v4_weights import rotary_tables
+
+            return kernels_dsv4.from_vllm(), rotary_tables(self.runner.model)
+        from megatron.zero_mismatch import kernels
+
+        return (kernels.from_vllm(page=self.scheduler.block_size),)
 
     def _resident(self):
         return list(self.runner.model.named_parameters())

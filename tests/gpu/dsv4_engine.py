@@ -85,7 +85,7 @@ def token_slots(pages: Pages, lengths, ratio: int = 1) -> torch.Tensor:
     parts = []
     for request, n in enumerate(lengths):
         p = torch.arange(n, device=DEVICE)
-        slot = pages.slots(request, p // ratio)
+        slot = pages.slots(request, (p // ratio).clamp(max=max(0, n // ratio - 1)))  # no row behind the last group
         parts.append(torch.where((p + 1) % ratio == 0, slot, -1))
     return torch.cat(parts)
 

@@ -56,6 +56,12 @@ def take(model, engine: dict[str, torch.Tensor]) -> None:
         parameter.copy_(value.reshape(parameter.shape))
 
 
+def rotary_tables(engine: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """Cosines and sines by compression ratio, the engine's own: what its layers read. [positions, rotated] fp32."""
+    layers = [layer.attn for layer in engine.model.layers]
+    return {attn.compress_ratio if attn.compress_ratio > 1 else 0: attn.rotary_emb.cos_sin_cache for attn in layers}
+
+
 def _matrices(codes: torch.Tensor, engine: dict, name: str):
     """(codes, scales) of each matrix; SM90 keeps one fp32 scale a 128 x 128 block."""
     scales = engine[name + "_scale_inv"]

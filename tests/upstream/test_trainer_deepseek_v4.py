@@ -1,0 +1,51 @@
+"""`prove train` for DeepSeek-V4 over the pinned megatron-core, on a CPU: FP8 in the engine, BF16 masters in the actor,
+reference kernels on both sides (tests/unit/trainer_fake_dsv4.py). Two updates and a restore."""
+import os
+import pathlib
+import shutil
+
+import pytest
+
+from prove import recipe, train, ui
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FAKE = str(ROOT / "tests" / "unit" / "trainer_fake_dsv4.py")
+OVERLAY = ROOT / "overlays" / "megatron" / "megatron" / "zero_mismatch"
+
+
+@pytest.fixture
+def run(megatron_tree, tmp_path, monkeypatch):
+    shutil.copytree(OVERLAY, megatron_tree / "megatron" / "zero_mismatch", dirs_exist_ok=True)
+    monkeypatch.setattr(train, "LENGTHS", (1, 5, 129))
+    monkeypatch.setattr(train, "MICRO", 1)  # one sequence a micro-batch: a CPU's fp32 GEMM takes its order from M
+    (tmp_path / "config.json").write_text("{}")
+    overlay = tmp_path / "vllm_overlay"  # the Top-K's reference is the rollout's
+    (overlay / "vllm").mkdir(parents=True)
+    (overlay / "vllm" / "__init__.py").write_text("")
+    shutil.copytree(ROOT / "overlays" / "vllm" / "vllm" / "zero_mismatch", overlay / "vllm" / "zero_mismatch")
+    path = os.pathsep.join(map(str, (megatron_tree, overlay, ROOT / "tests" / "unit")))
+
+    def call(fault=None, updates=2):
+        made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": str(tmp_path), "vocab": 64},
+                                                      "engine": {"fault": fault}})
+        return train.train(made, ui.UI(json_only=True), updates=updates, groups=3, answers=2, tokens=4, lr=1e-2,
+                           restore_after=1, out=tmp_path, logs=tmp_path / "logs", budget=900.0, backend=FAKE,
+                           env={"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path, "TRITON_INTERPRET": "1",
+                                "OMP_NUM_THREADS": "1"})
+    return call
+
+
+def test_fp8_rollout_and_bf16_masters_agree_before_every_update_and_after_restore(run):
+    data = run()
+    assert [row["case"] for row in data["rows"]] == ["update 1", "update 2", "restored"]
+    for row in data["rows"]:
+        assert row["scored"]["equal"] and row["trained"]["equal"] and row["scored"]["tokens"] == 24
+        assert row["norm"] > 0
+    assert data["rows"][2]["same"]
+    derived = [row["modes"]["derived"] for row in data["rows"]]
+    assert derived == [1, 2, 1], "the engine derives what it keeps besides its parameters at every sync"
+
+
+def test_scales_that_stay_behind_are_a_difference(run):
+    data = run(fault="scales", updates=1)
+    assert not data["rows"][0]["scored"]["equal"] and any(layer["output"] for layer in data["layers"])
