@@ -57,9 +57,13 @@ def take(model, engine: dict[str, torch.Tensor]) -> None:
 
 
 def rotary_tables(engine: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Cosines and sines by compression ratio, the engine's own: what its layers read. [positions, rotated] fp32."""
+    """Cosines and sines by compression ratio, as the engine's layers read them: [positions, rotated] fp32.
+
+    Copies: what an engine made in inference mode cannot be saved for a backward.
+    """
     layers = [layer.attn for layer in engine.model.layers]
-    return {attn.compress_ratio if attn.compress_ratio > 1 else 0: attn.rotary_emb.cos_sin_cache for attn in layers}
+    return {attn.compress_ratio if attn.compress_ratio > 1 else 0: attn.rotary_emb.cos_sin_cache.clone()
+            for attn in layers}
 
 
 def _matrices(codes: torch.Tensor, engine: dict, name: str):
