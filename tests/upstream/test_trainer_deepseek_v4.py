@@ -47,5 +47,6 @@ def test_fp8_rollout_and_bf16_masters_agree_before_every_update_and_after_restor
 
 
 def test_scales_that_stay_behind_are_a_difference(run):
+    """Some block of some expert has 224 as its largest code: the first export halves its scale and doubles its codes."""
     data = run(fault="scales", updates=1)
-    assert not data["rows"][0]["scored"]["equal"] and any(layer["output"] for layer in data["layers"])
+    assert data["rows"][0]["scored"]["differing_words"] and len(data["layers"]) == 3
