@@ -144,7 +144,7 @@ def planted(fault: str):
             router, "weights_of", lambda logits, ids, renormalise: (logits * 0).gather(1, ids.long())),
         # chunks do not see the chunks before them
         "carried-state": lambda: mock.patch.object(
-            mamba2, "_carried", lambda b, decay, scaled, share, by_step: (scaled.sum(2)[..., None] * 0).expand(
+            mamba2, "_carried", lambda b, decay, scaled, share, grid: (scaled.sum(2)[..., None] * 0).expand(
                 -1, -1, -1, b.shape[-1])),
         # the norm's own derivative forgets that the length of x depends on x
         "norm-length": lambda: mock.patch.object(

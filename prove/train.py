@@ -66,7 +66,8 @@ class Trainer:
                "version": rollout["version"], "rollout_seconds": rollout["seconds"], "modes": rollout.get("modes"),
                "score_seconds": round(scored["seconds"], 3), "update_seconds": round(update["seconds"], 3),
                "sync_seconds": round(update["sync_seconds"], 3), "loss": update["loss"], "norm": update["norm"],
-               "peak_memory": update["peak_memory"],
+               "peak_memory": update["peak_memory"], "weights": update["weights"],
+               "trained_tokens": sum(len(s["prompt"]) + len(unpack(s["tokens"])) for s in sequences),
                "scored": compared(wanted, answers, scored["words"]).summary(),
                "trained": compared(wanted, answers, update["words"]).summary()}
         return row, answers
@@ -122,7 +123,7 @@ def train(recipe: Recipe, ui: UI, *, updates: int, groups: int, answers: int, to
                 _part(first, ui, kept, wanted)
                 break
             if again is not None:
-                rows.append(_restored(second, wanted, recipe.vocab, seen, again, folder, lr))
+                rows.append(_restored(second, wanted, recipe.vocab, (row, seen), again, folder, lr))
                 kept.row(rows[-1])
                 _say(ui, rows[-1])
                 again = None
@@ -139,15 +140,19 @@ def train(recipe: Recipe, ui: UI, *, updates: int, groups: int, answers: int, to
     return kept.data
 
 
-def _restored(second: Trainer, wanted, vocab: int, seen: dict, saved: dict, folder: pathlib.Path, lr: float) -> dict:
-    """The step after the save, in a fresh process: its own comparison, and the first process's words again."""
+def _restored(second: Trainer, wanted, vocab: int, first: tuple[dict, dict], saved: dict, folder: pathlib.Path,
+              lr: float) -> dict:
+    """The step after the save, in a fresh process: its own comparison, and the first process's words again. Whether it
+    also learns the same bits is reported: nothing promises that every backward kernel of PyTorch repeats itself."""
     made = second.call("actor", lr=lr, restore=str(folder))
     row, again = second.step(wanted, vocab)
+    first_row, seen = first
     same = Figures()
     for request in wanted:
         sides = [Sequence(unpack(a[request.id]["tokens"]), unpack(a[request.id]["words"])) for a in (seen, again)]
         same.add(request.id, *sides)
     return {"case": "restored", **row, "against_first": same.summary(),
+            "learned_same": row["weights"] == first_row["weights"],
             "same": same.equal and made["weights"] == saved["weights"] and made["version"] == saved["version"]}
 
 

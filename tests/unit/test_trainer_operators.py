@@ -89,7 +89,7 @@ FAULTS = {
     "rms_norm": (norm, "_norm_backward", lambda grad, x, weight, eps: (grad * weight, grad.sum(0))),
     "attention": (attention, "_rows", lambda x, rows: x.unflatten(1, (rows, -1)).permute(1, 0, 2, 3).flatten(1, 2)),
     "experts": (experts, "_one_expert", _without_routing_gradient),
-    "mamba2": (mamba2, "_carried", lambda b, decay, scaled, share, by_step: (
+    "mamba2": (mamba2, "_carried", lambda b, decay, scaled, share, grid: (
         scaled.new_zeros(*scaled.shape[:2], scaled.shape[-1], b.shape[-1]))),
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ kernels (the carried state, the weights of x, the scaled B) are passed straight 
 D and the bias.
 """
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -47,39 +48,61 @@ def mamba2(kernel, xbc, dt, a, d, dt_bias, packed: Packed, sizes: Sizes) -> torc
     )  # fmt: skip
 
 
-def _chunks(packed: Packed, chunk: int) -> tuple[torch.Tensor, list[list[int]]]:
-    """([chunks, Q] token of each row, -1 where there is none; for each i, the chunks that are i-th in a sequence)."""
-    rows, by_step = [], []
-    for begin, end in packed.bounds:
-        for step, first in enumerate(range(begin, end, chunk)):
-            token = torch.arange(first, first + chunk)
-            rows.append(torch.where(token < end, token, -1))
-            if step == len(by_step):
-                by_step.append([])
-            by_step[step].append(len(rows) - 1)
-    return torch.stack(rows).to(packed.device), by_step
+@dataclass(frozen=True)
+class _Grid:
+    """Where the tokens of packed sequences lie in chunks of Q rows, every sequence from a chunk's first row on.
+
+    place: [tokens] the row of a token, all chunks laid end to end; follow: for the second, third, ... chunks of the
+    sequences, (which of the chunks one earlier they follow, the numbers of those); order: [chunks] a chunk's rank when
+    first chunks are listed, then second ones, and so on. Every index occurs once in its tensor, so that derivatives
+    are gathers without collisions.
+    """
+
+    chunks: int
+    firsts: int
+    place: torch.Tensor
+    follow: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    order: torch.Tensor
+
+
+@lru_cache(maxsize=4)
+def _grid(packed: Packed, chunk: int) -> _Grid:
+    counts = [-(-length // chunk) for length in packed.lengths]
+    first = [sum(counts[:i]) for i in range(len(counts))]
+    place = torch.cat([torch.arange(length) + chunk * at for length, at in zip(packed.lengths, first, strict=True)])
+    alive, follow, listed = list(range(len(counts))), [], list(first)
+    for step in range(1, max(counts)):
+        within = [i for i, sequence in enumerate(alive) if counts[sequence] > step]
+        alive = [alive[i] for i in within]
+        before = [first[sequence] + step - 1 for sequence in alive]
+        follow.append((torch.tensor(within).to(packed.device), torch.tensor(before).to(packed.device)))
+        listed += [chunk_before + 1 for chunk_before in before]
+    order = torch.tensor(listed).argsort().to(packed.device)
+    return _Grid(sum(counts), len(counts), place.to(packed.device), tuple(follow), order)
 
 
 def reference(xbc, dt, a, d, dt_bias, packed: Packed, sizes: Sizes) -> torch.Tensor:
     """Chunk by chunk in the wide type, every chunk of the batch at once; only the carried state is sequential."""
-    rows, by_step = _chunks(packed, sizes.chunk)
-    ok = (rows >= 0)[..., None]
+    grid = _grid(packed, sizes.chunk)
 
-    def gather(t: torch.Tensor) -> torch.Tensor:
-        return torch.where(ok, wide(t)[rows.clamp(min=0)], 0.0)
+    def laid(t: torch.Tensor) -> torch.Tensor:
+        """[tokens, width] -> [chunks, Q, width], zero where there is no token."""
+        t = wide(t)
+        rows = t.new_zeros(grid.chunks * sizes.chunk, t.shape[1]).index_copy(0, grid.place, t)
+        return rows.unflatten(0, (grid.chunks, sizes.chunk))
 
-    x, b, c = gather(xbc).split([sizes.x_width, sizes.bc_width, sizes.bc_width], dim=-1)
+    ok = laid(torch.ones_like(dt[:, :1])) > 0
+    x, b, c = laid(xbc).split([sizes.x_width, sizes.bc_width, sizes.bc_width], dim=-1)
     x = x.unflatten(-1, (sizes.heads, sizes.head_dim)).transpose(1, 2)                   # [chunks, H, Q, P]
     share = sizes.heads // sizes.groups
     b, c = (t.unflatten(-1, (sizes.groups, sizes.state)).transpose(1, 2) for t in (b, c))  # [chunks, G, Q, N]
-    step = torch.where(ok, torch.nn.functional.softplus(gather(dt) + wide(dt_bias)), 0.0)  # [chunks, Q, H]
+    step = torch.where(ok, torch.nn.functional.softplus(laid(dt) + wide(dt_bias)), 0.0)  # [chunks, Q, H]
     decay = (step * wide(a)).cumsum(1).transpose(1, 2)                                   # [chunks, H, Q]
     scaled = x * step.transpose(1, 2)[..., None]
-    states = _carried(b, decay, scaled, share, by_step)                                  # [chunks, H, P, N]
+    states = _carried(b, decay, scaled, share, grid)                                     # [chunks, H, P, N]
     carried = matmul(c.repeat_interleave(share, 1), states.mT) * decay.exp()[..., None]
     y = _within(b, c, decay, scaled, share) + carried + x * wide(d)[:, None, None]
-    y = y.transpose(1, 2).flatten(-2)
-    return y[rows >= 0].to(xbc.dtype)  # rows of a sequence are in order, and so are the sequences
+    return y.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, grid.place).to(xbc.dtype)
 
 
 def _within(b, c, decay, scaled, share) -> torch.Tensor:
@@ -90,16 +113,14 @@ def _within(b, c, decay, scaled, share) -> torch.Tensor:
     return matmul(matmul(c, b.mT).repeat_interleave(share, 1) * between, scaled)
 
 
-def _carried(b, decay, scaled, share, by_step) -> torch.Tensor:
-    """The state at each chunk's start. Chunk z follows chunk z - 1 unless its sequence begins with it."""
+def _carried(b, decay, scaled, share, grid: _Grid) -> torch.Tensor:
+    """The state at each chunk's start: zero at a sequence's first."""
     last = decay[..., -1]
     added = matmul((scaled * (last[..., None] - decay).exp()[..., None]).mT, b.repeat_interleave(share, 1))
-    now = torch.zeros_like(added[: len(by_step[0])])
+    now = torch.zeros_like(added[: grid.firsts])
     states = [now]
-    for earlier, chunks in zip(by_step, by_step[1:], strict=False):
-        place = {chunk: index for index, chunk in enumerate(earlier)}
-        before = [chunk - 1 for chunk in chunks]
-        now = now[[place[chunk] for chunk in before]] * last[before].exp()[..., None, None] + added[before]
+    for within, before in grid.follow:
+        kept = now.index_select(0, within) * last.index_select(0, before).exp()[..., None, None]
+        now = kept + added.index_select(0, before)
         states.append(now)
-    order = torch.tensor([chunk for chunks in by_step for chunk in chunks], device=b.device)
-    return torch.cat(states)[order.argsort()]
+    return torch.cat(states).index_select(0, grid.order)
