@@ -107,8 +107,7 @@ def _deliver(request: Request, target: Target, built: Built) -> None:
         changes, folders = _stage(request, target, built, folder)
         Transaction(target.root, folder).run("apply", changes, folders)
     except BaseException as error:
-        if not (folder / JOURNAL).exists():
-            discard(folder)
+        _drop_leftovers(target)
         if not isinstance(error, OSError):
             raise
         raise NeedsWork(f"cannot write to {target.root}: {error.strerror or error}; it is as it was",
@@ -223,8 +222,10 @@ def revert(request: Request, target: Target) -> Outcome:
         _drop_caches(target, [change.path for change in applied.changes])
         try:
             transaction.run("revert", _changes_back(target, applied), list(applied.folders))
-        except OSError as error:
+        except BaseException as error:
             _drop_leftovers(target)
+            if not isinstance(error, OSError):
+                raise
             raise NeedsWork(f"cannot write to {target.root}: {error.strerror or error}; it is still patched",
                             remedy="mend the cause (permissions, read-only mount), then revert again") from error
         return Outcome(target, "reverted")

@@ -107,13 +107,15 @@ class Transaction:
     def __init__(self, root: Path, state: Path):
         self.root, self.state = root, state
         self.journal = state / JOURNAL
+        self._closing = ""
 
     @property
     def open(self) -> bool:
         return self.journal.exists()
 
     def run(self, direction: str, changes: list[Change], folders: list[str]) -> None:
-        """Carry out the changes; the store they end in is filled already. On an error all is put back.
+        """Carry out the changes; the store they end in is filled already. On an error or Ctrl-C all is put back, or, if
+        every change was made and only clearing up was left, brought to its end.
 
         folders: those that apply creates, outermost first; revert removes them when they are empty.
         """
@@ -128,8 +130,10 @@ class Transaction:
             sync_folder(self.state)
             self._go(direction, changes, folders)
         except BaseException as error:
-            self._undo(direction, changes, folders, error)
-            raise
+            finished = self._closing == direction
+            self._settle(direction if finished else _other(direction), changes, folders, error)
+            if not (finished and isinstance(error, OSError)):
+                raise
 
     def _keep_starts(self, direction: str, changes: list[Change]) -> None:
         """Hold on to what the target has now, so that each store can bring back its end."""
@@ -139,11 +143,11 @@ class Transaction:
             if change.ends(direction)[0]:
                 keep(inside(self.root, change.path), store / str(change.n))
 
-    def _undo(self, direction: str, changes: list[Change], folders: list[str], error: BaseException) -> None:
+    def _settle(self, direction: str, changes: list[Change], folders: list[str], error: BaseException) -> None:
         try:
-            self._go(_other(direction), changes, folders)
+            self._go(direction, changes, folders)
         except OSError as second:
-            raise NeedsWork(f"stopped half way ({error}) and could not go back ({second})",
+            raise NeedsWork(f"stopped half way ({error!r}) and could not settle it ({second})",
                             remedy="mend the cause (space, permissions), then run apply.py recover") from error
 
     def recover(self) -> str:
@@ -220,6 +224,7 @@ class Transaction:
                 path.rmdir()
 
     def _close(self, direction: str) -> None:
+        self._closing = direction  # from here on the stores go, so there is only one way
         if direction == "revert":
             discard(self.state, last=JOURNAL)
             return

@@ -152,6 +152,47 @@ def test_an_error_at_every_step_leaves_the_target_as_it_was(made, verb, code, mo
     assert failed > 5
 
 
+@pytest.mark.parametrize("verb", ["apply", "revert"])
+def test_ctrl_c_at_every_step_leaves_pristine_or_locked_and_nothing_to_recover(made, verb, monkeypatch):
+    """Also while it clears up, when the stores are half gone and there is no way back."""
+    toy, one, before = made
+    after = applied_snapshot(toy, one)
+    ends = set()
+    for step in range(10_000):
+        if verb == "revert":
+            deliver.apply(toy.request(), one)
+        with monkeypatch.context() as patched:
+            left = [step]
+            for name in STEPS:
+                real = getattr(os, name)
+
+                def interrupted(*args, _real=real, left=left, **kwargs):
+                    left[0] -= 1
+                    if left[0] == -1:
+                        raise KeyboardInterrupt
+                    return _real(*args, **kwargs)
+
+                patched.setattr(os, name, interrupted)
+            try:
+                getattr(deliver, verb)(toy.request(), one)
+                done = True
+            except KeyboardInterrupt:
+                done = False
+        now = toys.snapshot(one.root)
+        assert now in (before, after), f"in between after Ctrl-C at step {step}"
+        assert deliver.status(toy.request(), one).done == ("applied" if now == after else "pristine"), step
+        state = one.root / one.state
+        assert {path.name for path in state.iterdir()} - {".gitignore"} == {"state.json", "pristine"} if now == after \
+            else not state.exists(), step
+        ends.add(now == after)
+        if now == after:
+            deliver.revert(toy.request(), one)
+            assert toys.snapshot(one.root) == before, f"originals lost by Ctrl-C at step {step}"
+        if done:
+            break
+    assert step > 20 and ends == {True, False}
+
+
 def test_revert_after_a_failed_revert_still_restores_every_byte(toy, monkeypatch):
     one = target.tree(toy.upstream, toy.tree())
     before = toys.snapshot(one.root)

@@ -75,7 +75,7 @@ def test_a_patch_that_changes_nothing_or_needs_fuzz_stops_everything(kind, vllm_
 
 
 def test_offsets_are_exact(store, checkout, tmp_path):
-    """A hunk that moved is reported at the line where its text then stands (seen where one patch alone has the file)."""
+    """A moved hunk is reported at the line where its text then stands (seen where one patch alone has the file)."""
     tree = link_copy(store.tree("vllm", "0.32.0"), tmp_path / "tree")
     [said] = checkout.run("apply", "--from", tree)["targets"]
     found = patches(checkout, "0.32.0")
