@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from . import archive, fetch, lock, series, staging
+from . import archive, fetch, lock, progress, series, staging
 from .errors import ConflictError
 from .lock import BaseFiles
 from .pins import Pins, Release, Upstream
@@ -99,9 +99,12 @@ def canonical_patches(root: Path, pins: Pins, base: BaseFiles) -> dict[Path, byt
             if all(patch.path in texts for patch in patches):
                 continue
             files = base(upstream, release, {path for patch in patches for path in patch.paths})
+            label = f"export {upstream.name} {release.version}"
             try:
-                for patch, text in diffs(patches, files):
-                    texts.setdefault(patch.path, canonical(patch, text))
+                with progress.bar(label, len(patches), unit="patches") as advance:
+                    for patch, text in diffs(patches, files):
+                        texts.setdefault(patch.path, canonical(patch, text))
+                        advance(1)
             except ConflictError as error:
                 raise lock.on_release(error, upstream, release) from None
     return texts

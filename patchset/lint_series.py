@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import diff, export, lint_diff, lint_head, lint_overlay, series
+from . import diff, export, lint_diff, lint_head, lint_overlay, progress, series
 from .errors import PatchsetError
 from .lint_rules import Finding
 from .lock import BaseFiles
@@ -62,9 +62,11 @@ def _release(root: Path, pins: Pins, upstream: Upstream, release: Release, patch
     pristine = base(upstream, release, wanted | lint_overlay.in_the_way(overlay))  # one reading of the archive
     order, subjects = [patch.slug for patch in patches], {}
     touched = {path for patch in patches for path in patch.paths}
-    with Shadow({path: file for path, file in pristine.items() if path in touched}) as shadow:
+    bar = progress.bar(f"lint {upstream.name} {release.version}", len(patches), unit="patches")
+    with Shadow({path: file for path, file in pristine.items() if path in touched}) as shadow, bar as advance:
         ownership, files = Ownership(shadow.base), shadow.base
         for number, patch in enumerate(patches):
+            advance(1)
             name = patch.path.relative_to(root).as_posix()
             found: list[lint_diff.Found] = []
             if fresh := patch.path not in done:

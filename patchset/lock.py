@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import jsonfile, series
+from . import jsonfile, progress, series
 from .errors import ConflictError, LockMismatch, Row
 from .pins import Pins, Profile, Release, Upstream
 from .shadow import File, Files, Offset, Shadow
@@ -156,13 +156,14 @@ def _read_target(name: str, entry: dict) -> LockedTarget:
 
 def build(root: Path, pins: Pins, base: BaseFiles) -> Lock:
     """The lock of every pinned release under every profile that includes its upstream."""
+    wanted = [(profile, upstream, release) for profile in pins.profiles.values()
+              for upstream in map(pins.upstream, profile.upstreams) for release in upstream.releases.values()]
     targets = {}
-    for profile in pins.profiles.values():
-        for name in profile.upstreams:
-            upstream = pins.upstream(name)
-            for release in upstream.releases.values():
-                locked = build_target(root, upstream, release, profile, base).locked
-                targets[locked.name] = locked
+    with progress.bar("lock", len(wanted), unit="targets") as advance:
+        for profile, upstream, release in wanted:
+            locked = build_target(root, upstream, release, profile, base).locked
+            targets[locked.name] = locked
+            advance(1)
     return Lock(targets)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import apply
 import pytest
+from checkout import hooked, pack
 
-from patchset import completions, git
+from patchset import completions, git, progress
 from patchset.errors import NeedsWork
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,3 +175,20 @@ def test_an_old_python_is_told_which_one_is_needed():
     check = next(n for n, node in enumerate(tree.body) if isinstance(node, ast.If) and "version_info" in ast.dump(node))
     modules = {alias.name for node in tree.body[:check] if isinstance(node, ast.Import) for alias in node.names}
     assert modules <= {"signal", "sys"} and not any(isinstance(n, ast.ImportFrom) for n in tree.body[:check])
+
+
+@pytest.mark.parametrize("arguments", [["lint"], ["export", "--check"],
+                                       ["rebase", "--upstream", "toy", "--to", "1.0.0"]])
+def test_long_work_shows_how_far_it_is_on_a_terminal_alone(arguments, tmp_path, monkeypatch, capsys):
+    made = hooked(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(apply, "ROOT", tmp_path)
+    pack(made)
+    made.export()
+    apply.main(arguments)
+    assert "\x1b" not in capsys.readouterr().err
+    monkeypatch.setattr(progress, "on_terminal", lambda: True)
+    monkeypatch.setattr(progress, "INTERVAL", 0)
+    apply.main(arguments)
+    lines = capsys.readouterr().err.split(progress.CLEAR)
+    assert any("2/2 patches" in line for line in lines) and lines[-1] == "", "the last is wiped"
