@@ -19,11 +19,13 @@ APPLY = "python3 apply.py"
 SHOWN = 24  # lines of one command's output, at most
 
 STEPS = [  # what a newcomer is told, the command, its exit code
+    ("What will happen? This only looks.", f"{APPLY} plan --upstream megatron", 0),
     ("Fetch both pinned upstreams and patch them. Nothing has to be installed.", f"{APPLY} apply", 0),
     ("Check that both trees are exactly the locked ones.", f"{APPLY} verify", 0),
     ("A second apply changes nothing and says so.", f"{APPLY} apply", 0),
     ("Where each target stands.", f"{APPLY} status", 0),
     ("Which patches touch a file, and why.", f"{APPLY} why vllm/models/deepseek_v4/nvidia/flashmla.py", 0),
+    ("", f"{APPLY} why vllm/models/deepseek_v4/nvidia/flash_mla.py", 2),
     ("The series as a table.", f"{APPLY} report", 0),
     ("An edit of yours in a patched file is seen, and never lost.",
      "echo '# mine' >> build/vllm/vllm/models/deepseek_v4/compressor.py", 0),
