@@ -34,7 +34,7 @@ def sequences(vocab: int) -> list[dict]:
 
 
 def bound(row: dict) -> float:
-    return max(TIMES * row["usual_error"], FLOOR)
+    return max(row.get("times", TIMES) * row["usual_error"], FLOOR)
 
 
 def exceeding(rows: list[dict]) -> list[dict]:
@@ -59,7 +59,8 @@ def grad(recipe: Recipe, ui: UI, *, out: pathlib.Path, logs: pathlib.Path, budge
             return engine.call(op, timeout=max(1.0, deadline - time.monotonic()), **arguments)
 
         kept.data["actor"] = call("actor", lr=0.0)
-        compared = call("gradients", sequences=batch, micro=MICRO, faults=FAULTS)
+        faults = kept.data["actor"]["faults"] or FAULTS
+        compared = call("gradients", sequences=batch, micro=MICRO, faults=faults)
         found = compared["rows"]
         for row in found:
             kept.row({**row, "bound": bound(row), "within": row["error"] <= bound(row)})
@@ -69,7 +70,7 @@ def grad(recipe: Recipe, ui: UI, *, out: pathlib.Path, logs: pathlib.Path, budge
             [r["parameter"], r["error"], r["usual_error"], bound(r), r["cosine"]] for r in worst[:12]]))
         ui.say(f"the logprobs and {len(found) - 1} parameters, {len(bad)} over their bound")
         caught = {}
-        for fault in FAULTS:
+        for fault in faults:
             over = exceeding(compared["faults"][fault])
             caught[fault] = len(over)
             ui.say(f"planted {fault}: {len(over)} parameters over their bound"

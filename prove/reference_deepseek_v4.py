@@ -6,8 +6,13 @@ division, derivatives by autograd. Quantisers are left out: the trainer passes g
 come by the trainer's names. The choices of experts and of compressed rows are given from outside: they are discrete,
 and another choice is another function. In BF16 the same text is the usual BF16 model, whose error scales the bounds.
 
-Softmax and means are written out: an engine with batch invariance on replaces PyTorch's in its process, by kernels that
-compute in fp32 and have no derivative (determinism/batch_invariant.py:1357-1371 of 0.33.0).
+With `fp8` the same text rounds what the deployment rounds, activations and K rows to e4m3 with a power-of-two scale a
+group, and passes the gradient straight through: what FP8 costs this model, whoever computes it. Masters hold FP8 values
+before the first update, so weights round to themselves.
+
+Softmax and means are written out and products are of two matrices each: an engine with batch invariance on replaces
+PyTorch's softmax, mean and bmm in its process, by kernels that know no fp64 or have no derivative
+(determinism/batch_invariant.py:1357-1380 of 0.33.0).
 """
 from __future__ import annotations
 
@@ -21,8 +26,8 @@ class Reference:
     and sines by compression ratio."""
 
     def __init__(self, config: dict, weights: dict[str, torch.Tensor], tables: dict[int, torch.Tensor],
-                 dtype: torch.dtype):
-        self.c, self.dtype, self.tables = config, dtype, tables
+                 dtype: torch.dtype, fp8: bool = False):
+        self.c, self.dtype, self.tables, self.fp8 = config, dtype, tables, fp8
         self.w = {name: self._leaf(name, w) for name, w in weights.items()}
 
     def _leaf(self, name: str, w: torch.Tensor) -> torch.Tensor:
@@ -52,6 +57,23 @@ class Reference:
     def _up(x):
         return x if x.dtype == torch.float64 else x.float()
 
+    def _coarse(self, x, group=128, floor=1e-10, columns=None):
+        """x as the deployment stores it: e4m3 by groups of `columns` leading columns; gradient straight through."""
+        if not self.fp8:
+            return x
+        head = x[..., :columns].detach().float().unflatten(-1, (-1, group))
+        scale = 2.0 ** torch.ceil(torch.log2(head.abs().amax(-1, keepdim=True).clamp(min=floor) / 448))
+        stored = ((head / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
+        stored = stored if columns is None else torch.cat([stored, x[..., columns:].detach()], -1)
+        return x + (stored - x.detach())
+
+    def _project(self, x, weight):
+        return self._coarse(x) @ weight.T
+
+    def _stored(self, rows):
+        """K rows: what is not rotated goes through FP8, 64 columns a scale."""
+        return self._coarse(rows, 64, 1e-4, rows.shape[-1] - self.c["qk_rope_head_dim"])
+
     def _rms(self, x, weight=None):
         wide = self._up(x)
         y = (wide * (wide.pow(2).sum(-1, keepdim=True) / x.shape[-1] + self.c["rms_norm_eps"]) ** -0.5).to(self.dtype)
@@ -75,9 +97,9 @@ class Reference:
             if step:
                 mixing = mixing / (mixing.sum(2, keepdim=True) + eps)
             mixing = mixing / (mixing.sum(1, keepdim=True) + eps)
-        x = torch.einsum("ns,nsh->nh", collapse, self._up(streams)).to(self.dtype)
+        x = (collapse[:, :, None] * self._up(streams)).sum(1).to(self.dtype)
         y = function(self._rms(x, self.w[f"{at}{part}_norm.weight"]))
-        mixed = torch.einsum("nio,nih->noh", mixing, self._up(streams))
+        mixed = torch.stack([(mixing[:, :, o, None] * self._up(streams)).sum(1) for o in range(s)], 1)
         return (mixed + spread[:, :, None] * self._up(y)[:, None]).to(self.dtype)
 
     def _turn(self, x, positions, ratio, back=False):
@@ -92,32 +114,33 @@ class Reference:
     def _attention(self, x, at, ratio, chosen):
         n, heads, d, r = len(x), self.c["num_attention_heads"], self.c["head_dim"], self.c["q_lora_rank"]
         places = torch.arange(n, device=x.device)
-        low = x @ self.w[at + "fused_wqa_wkv.weight"].T
+        low = self._project(x, self.w[at + "fused_wqa_wkv.weight"])
         qr = self._rms(low[:, :r], self.w[at + "q_norm.weight"])
         kv = self._rms(low[:, r:], self.w[at + "kv_norm.weight"])
-        q = self._turn(self._rms((qr @ self.w[at + "wq_b.weight"].T).view(n, heads, d)), places, ratio)
-        keys = self._turn(kv, places, ratio)
+        q = self._turn(self._rms(self._project(qr, self.w[at + "wq_b.weight"]).view(n, heads, d)), places, ratio)
+        keys = self._stored(self._turn(kv, places, ratio))
         age = places[:, None] - places
         seen = (age >= 0) & (age < self.c["sliding_window"])
         if ratio and n >= ratio:
-            pooled = self._pooled(x, at + "compressor.", ratio, d)
+            pooled = self._stored(self._pooled(x, at + "compressor.", ratio, d))
             keys = torch.cat([pooled, keys])
             rows = torch.arange(len(pooled), device=x.device)
             visible = rows < ((places + 1) // ratio)[:, None]
             if chosen is not None:
                 visible = visible & (chosen[:, :, None] == rows).any(1)
             seen = torch.cat([visible, seen], 1)
-        scores = torch.einsum("nhd,md->hnm", self._up(q), self._up(keys)) * d**-0.5
+        scores = torch.stack([self._up(q[:, h]) @ self._up(keys).T for h in range(heads)]) * d**-0.5
         scores = scores.masked_fill(~seen, float("-inf"))
         sink = self._up(self.w[at + "attn_sink"])[:, None]
         top = torch.maximum(scores.detach().amax(-1), sink.detach())
         e = torch.exp(scores - top[..., None])
         p = e / (e.sum(-1) + torch.exp(sink - top))[..., None]
-        out = self._turn(torch.einsum("hnm,md->nhd", p, self._up(keys)).to(self.dtype), places, ratio, back=True)
+        out = torch.stack([p[h] @ self._up(keys) for h in range(heads)], 1).to(self.dtype)
+        out = self._turn(out, places, ratio, back=True)
         groups, rank = self.c["o_groups"], self.c["o_lora_rank"]
         wo_a = self.w[at + "wo_a.weight"].view(groups, rank, -1)
-        z = torch.stack([out.view(n, groups, -1)[:, g] @ wo_a[g].T for g in range(groups)], 1)
-        return z.flatten(1) @ self.w[at + "wo_b.weight"].T
+        z = torch.stack([self._project(out.view(n, groups, -1)[:, g], wo_a[g]) for g in range(groups)], 1)
+        return self._project(z.flatten(1), self.w[at + "wo_b.weight"])
 
     def _pooled(self, x, at, ratio, d):
         both = self._up(x) @ self._up(self.w[at + "fused_wkv_wgate.weight"]).T
@@ -138,10 +161,10 @@ class Reference:
 
     def _expert(self, x, w13, w2):
         limit = self.c["swiglu_limit"]
-        gate, up = self._up(x @ w13.T).chunk(2, -1)
+        gate, up = self._up(self._project(x, w13)).chunk(2, -1)
         gate = torch.where(gate > limit, torch.full_like(gate, limit), gate)
         up = torch.where(up.abs() > limit, torch.sign(up) * limit, up)
-        return (gate / (1 + torch.exp(-gate)) * up).to(self.dtype) @ w2.T
+        return self._project((gate / (1 + torch.exp(-gate)) * up).to(self.dtype), w2)
 
     def _moe(self, x, at, chosen):
         gate = self._up(x) @ self._up(self.w[at + "gate.weight"]).T

@@ -43,8 +43,9 @@ class Backend(vllm_backend.Backend):
             self.ledger = SyncLedger(max_lag=0)
             seconds = self._sync()
         parameters = sum(p.numel() for p in self.actor.model.parameters())
-        return {"parameters": parameters, "version": self.actor.guard.version, "sync_seconds": seconds,
-                "optimizer": type(self.actor.optimizer.chained_optimizers[0]).__name__,
+        faults = getattr(self._gradients(), "FAULTS", None)  # a family's own; None: those of grad.py
+        return {"parameters": parameters, "faults": faults, "version": self.actor.guard.version,
+                "sync_seconds": seconds, "optimizer": type(self.actor.optimizer.chained_optimizers[0]).__name__,
                 "weights": self.actor.guard.digest, "torch_memory": torch.cuda.memory_allocated()}
 
     def op_rollout(self, *, requests: list[dict]) -> dict:
@@ -93,10 +94,9 @@ class Backend(vllm_backend.Backend):
 
     def op_gradients(self, *, sequences: list[dict], micro: int, faults: list[str]) -> dict:
         """Every parameter's gradient against the independent reference: see prove/grad.py."""
-        from prove import gradients
-
+        whole = [self._whole(s) for s in sequences]
         with _training():
-            return gradients.compare(self.actor, self.config, [self._whole(s) for s in sequences], micro, faults)
+            return self._gradients().compare(self.actor, self.config, whole, micro, faults)
 
     def op_layers(self, *, prompt: list[int]) -> dict:
         """Where engine and actor part: the differing words of every layer's outputs, for one prompt's prefill."""
@@ -148,6 +148,11 @@ class Backend(vllm_backend.Backend):
         from megatron.zero_mismatch import kernels
 
         return (kernels.from_vllm(page=self.scheduler.block_size),)
+
+    def _gradients(self):
+        (architecture,) = self.config["architectures"]
+        return importlib.import_module(
+            "prove.gradients_deepseek_v4" if MODELS[architecture][0] == "deepseek_v4" else "prove.gradients")
 
     def _resident(self):
         return list(self.runner.model.named_parameters())

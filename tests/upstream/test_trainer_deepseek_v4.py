@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from prove import recipe, train, ui
+from prove import grad, recipe, train, ui
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FAKE = str(ROOT / "tests" / "unit" / "trainer_fake_dsv4.py")
@@ -25,13 +25,14 @@ def run(megatron_tree, tmp_path, monkeypatch):
     shutil.copytree(ROOT / "overlays" / "vllm" / "vllm" / "zero_mismatch", overlay / "vllm" / "zero_mismatch")
     path = os.pathsep.join(map(str, (megatron_tree, overlay, ROOT / "tests" / "unit")))
 
-    def call(fault=None, updates=2):
+    def call(fault=None, updates=2, command=train.train):
         made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": str(tmp_path), "vocab": 64},
                                                       "engine": {"fault": fault}})
-        return train.train(made, ui.UI(json_only=True), updates=updates, groups=3, answers=2, tokens=4, lr=1e-2,
-                           restore_after=1, out=tmp_path, logs=tmp_path / "logs", budget=900.0, backend=FAKE,
-                           env={"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path, "TRITON_INTERPRET": "1",
-                                "OMP_NUM_THREADS": "1"})
+        settings = {} if command is grad.grad else {"updates": updates, "groups": 3, "answers": 2, "tokens": 4,
+                                                    "lr": 1e-2, "restore_after": 1}
+        return command(made, ui.UI(json_only=True), **settings, out=tmp_path, logs=tmp_path / "logs", budget=900.0,
+                       backend=FAKE, env={"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path,
+                                          "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
     return call
 
 
@@ -47,6 +48,13 @@ def test_fp8_rollout_and_bf16_masters_agree_before_every_update_and_after_restor
 
 
 def test_scales_that_stay_behind_are_a_difference(run):
-    """Some block of some expert has 224 as its largest code: the first export halves its scale and doubles its codes."""
+    """Some block of some expert has 224 as its largest code: its first export halves the scale and doubles codes."""
     data = run(fault="scales", updates=1)
     assert data["rows"][0]["scored"]["differing_words"] and len(data["layers"]) == 3
+
+
+def test_gradients_are_within_their_bounds_and_every_planted_fault_is_caught(run, monkeypatch):
+    monkeypatch.setattr(grad, "LENGTHS", (1, 2, 9, 129))
+    data = run(command=grad.grad)
+    assert [row["parameter"] for row in data["rows"] if not row["within"]] == []
+    assert len(data["caught"]) == 5 and all(data["caught"].values()), data["caught"]

@@ -1,0 +1,204 @@
+"""DeepSeek-V4's gradients beside those of the independent reference; as gradients.py, loss by loss.
+
+`expected` is the reference in fp64 without any rounding, `usual` the same text in BF16 with the deployment's FP8 for
+activations and K rows: its distance from fp64 is what FP8 and BF16 cost this model at these inputs, and the bound on
+the actor is a multiple of it (prove/grad.py). Experts and compressed rows are the actor's own choice on all sides.
+
+All gradients of one loss are held at once and only sums go on to the next: a gradient in fp64 is as large as four of
+the BF16 models.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+from unittest import mock
+
+import torch
+
+from prove.gradients import DRAWS, VALUES, _signs
+from prove.reference_deepseek_v4 import Reference
+
+# Each in the backward alone: a router that learns nothing, mHC's mixing matrix transposed, a norm whose length does not
+# depend on its input, a sink without a gradient, rows that pool their own four tokens only.
+FAULTS = ("routing-weights", "transposed-mixing", "norm-length", "attention-sink", "previous-group")
+
+FEW = 64
+TIMES = 1.3
+
+
+@dataclasses.dataclass
+class Sums:
+    """Of one parameter over the losses: own and usual against expected."""
+
+    error: float = 0.0
+    usual: float = 0.0
+    want: float = 0.0
+    own: float = 0.0
+    dot: float = 0.0
+
+    def add(self, own, usual, want) -> None:
+        own, want = own.double(), want.double()
+        self.error += float((own - want).square().sum())
+        self.usual += float((usual.double() - want).square().sum())
+        self.want += float(want.square().sum())
+        self.own += float(own.square().sum())
+        self.dot += float((own * want).sum())
+
+    def row(self, name: str) -> dict:
+        size = (self.own * self.want) ** 0.5
+        return {"parameter": name, "error": (self.error / self.want) ** 0.5, "norm": self.want**0.5,
+                "usual_error": (self.usual / self.want) ** 0.5, "cosine": self.dot / size if size else 0.0}
+
+
+def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faults: list[str]) -> dict:
+    """rows, and `faults`: the same rows with each fault planted in the actor's backward. See gradients.compare."""
+    cases: dict[str | None, dict[str, Sums]] = {case: {} for case in (None, *faults)}
+    weights = {name: p.detach() for name, p in actor.model.named_parameters()}
+    choices = None
+    for draw in range(DRAWS):
+        signs = _signs(sequences, draw)
+        usual = expected = None
+        for case, sums in cases.items():
+            with planted(case) if case else contextlib.nullcontext():
+                values, seen = _of_actor(actor, sequences, signs, micro)
+            choices = choices or seen  # the forward is the same every time
+            if expected is None:
+                usual = _reference(actor, config, weights, sequences, signs, choices, torch.bfloat16, fp8=True)
+                expected = _reference(actor, config, weights, sequences, signs, choices, torch.float64)
+            own = {VALUES: values} | actor.gradients()
+            for name, found in own.items():
+                sums.setdefault(name, Sums()).add(found, usual[name], expected[name])
+            actor.ddp.zero_grad_buffer()
+    sizes = {name: p.numel() for name, p in actor.model.named_parameters()}
+    rows = {case: _held([s.row(name) for name, s in sums.items()], sizes) for case, sums in cases.items()}
+    return {"rows": rows.pop(None), "faults": rows, "tokens": sum(len(s) - 1 for s in sequences)}
+
+
+def _held(rows: list[dict], sizes: dict[str, int]) -> list[dict]:
+    """The rows with the multiple of the usual error that each is held to.
+
+    Both models lose the same by FP8, so a parameter of many numbers is off by the usual error itself: TIMES. One of few
+    (mHC's scales and biases, the sinks) is off by as much as a few sums happen to cancel, in either model: those share
+    the largest usual error among them, and prove/grad.py's own multiple.
+    """
+    few = [sizes.get(row["parameter"], FEW + 1) <= FEW for row in rows]
+    shared = max((row["usual_error"] for row, small in zip(rows, few, strict=True) if small), default=0.0)
+    return [row | ({"usual_error": shared} if small else {"times": TIMES})
+            for row, small in zip(rows, few, strict=True)]
+
+
+def _of_actor(actor, sequences, signs, micro):
+    """Fills the actor's gradient buffers -> (logprobs, (experts by layer, rows by compressed layer) of all tokens)."""
+    from megatron.zero_mismatch.packing import pack
+
+    values, parts, begin = [], [], 0
+    while begin < len(sequences):
+        end = begin + 1
+        while end < len(sequences) and sum(map(len, sequences[begin:end + 1])) <= micro:
+            end += 1
+        tokens, packed = pack(sequences[begin:end])
+        weight = torch.cat([torch.nn.functional.pad(s, (1, 0)) for s in signs[begin:end]]).float()
+        with _noted(actor.model) as noted:
+            logprobs = actor.logprobs(tokens, packed)
+        parts.append(noted)
+        values.append(logprobs.detach()[packed.positions > 0])
+        (logprobs * weight).sum().backward()
+        begin = end
+    experts, rows = ([torch.cat(layer) for layer in zip(*(part[kind] for part in parts), strict=True)]
+                     for kind in (0, 1))
+    compressed = [i for i, ratio in enumerate(actor.model.shape.ratios) if ratio == 4]
+    return torch.cat(values), (experts, dict(zip(compressed, rows, strict=True)))
+
+
+@contextlib.contextmanager
+def _noted(model):
+    """Collects ([experts], [rows]) by layer while it is open; a backward that recomputes a layer comes later."""
+    from megatron.zero_mismatch import indexer
+
+    original, noted, live, select = model.run.kernels, ([], []), [True], indexer.select
+
+    def note(kernel):
+        def called(*arguments):
+            weights, ids = kernel(*arguments)
+            if live:
+                noted[0].append(ids)
+            return weights, ids
+        return called
+
+    def selected(*arguments):
+        chosen = select(*arguments)
+        if live:
+            noted[1].append(chosen)
+        return chosen
+
+    router = original.router._replace(top_k=note(original.router.top_k), hashed=note(original.router.hashed))
+    model.run.kernels = dataclasses.replace(original, router=router)
+    try:
+        with mock.patch.object(indexer, "select", selected):
+            yield noted
+    finally:
+        model.run.kernels = original
+        live.clear()
+
+
+def _reference(actor, config, weights, sequences, signs, choices, dtype, fp8=False) -> dict[str, torch.Tensor]:
+    reference = Reference(config, weights, actor.model.tables, dtype, fp8)
+    experts, rows = choices
+    values, begin = [], 0
+    for tokens, sign in zip(sequences, signs, strict=True):
+        part = slice(begin, begin + len(tokens))
+        found = reference.logprobs(tokens, [e[part] for e in experts], {i: r[part] for i, r in rows.items()})
+        if len(found):
+            (found * sign).sum().backward()
+        values.append(found.detach())
+        begin = part.stop
+    return {VALUES: torch.cat(values)} | {name: w.grad for name, w in reference.w.items()}
+
+
+@contextlib.contextmanager
+def planted(fault: str):
+    from megatron.zero_mismatch import attention_inputs, attention_sparse, compressor, mhc, router_dsv4
+
+    def own_group(real):
+        """Rows that pool their own tokens only, in the derivative: on a CPU the values come from the same text."""
+        def changed(ctx, grad):
+            with mock.patch.object(compressor, "_with_previous", lambda x, fill: torch.cat(
+                    [torch.full_like(x.chunk(2, -1)[0], fill), x.chunk(2, -1)[1]], 1)):
+                return real(ctx, grad)
+        return staticmethod(changed)
+
+    def transposed(real):
+        """C.T where C belongs, both in the gradient that goes on and in C's own."""
+        def changed(ctx, grad):
+            x, residual, post, comb = ctx.saved_tensors
+            *found, dcomb = real(types.SimpleNamespace(saved_tensors=(x, residual, post, comb.mT)), grad)
+            return *found, dcomb.mT.contiguous()
+        return staticmethod(changed)
+
+    def without(function, place):
+        """The Function's backward with one of its gradients changed."""
+        real = function.backward
+
+        def changed(ctx, *grads):
+            found = list(real(ctx, *grads))
+            found[place[0]] = place[1](found[place[0]])
+            return tuple(found)
+        return mock.patch.object(function, "backward", staticmethod(changed))
+
+    real_norm = attention_inputs.rms_grad
+    patches = {
+        "routing-weights": lambda: without(router_dsv4._Route, (1, torch.zeros_like)),
+        "transposed-mixing": lambda: mock.patch.object(mhc._Post, "backward", transposed(mhc._Post.backward)),
+        "attention-sink": lambda: without(attention_sparse._Attend, (3, torch.zeros_like)),
+        "norm-length": lambda: mock.patch.object(attention_inputs, "rms_grad", lambda grad, x, weight, eps: (
+            (grad.float() * (1 if weight is None else weight.float())
+             * torch.rsqrt(x.float().square().sum(-1, keepdim=True) / x.shape[-1] + eps)),
+            real_norm(grad, x, weight, eps)[1])),
+        "previous-group": lambda: mock.patch.object(
+            compressor._Compress, "backward", own_group(compressor._Compress.backward)),
+    }
+    if fault not in patches:
+        raise ValueError(f"no fault {fault!r}; there are: {', '.join(patches)}")
+    with patches[fault]():
+        yield
