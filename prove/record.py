@@ -52,6 +52,7 @@ def stale(folder: pathlib.Path, lock_path: pathlib.Path) -> dict[str, str]:
         if not data.get("passed"):
             continue
         locks = [engine["lock"] for engine in data["engines"].values()]
+        locks += [data["actor_lock"]] if "actor_lock" in data else []  # the trainer's side of a comparison
         if not any(lock["state"] == "locked" for lock in locks):
             found[path.name] = "no engine in it was the locked tree"
         elif wrong := [lock for lock in locks if lock.get("digest") not in digests]:

@@ -40,6 +40,11 @@ def test_a_record_of_no_lock_is_stale(folder):
     assert "r.json" in folder(engines={})
 
 
+def test_a_record_of_another_trainer_is_stale(folder):
+    assert folder(actor_lock={"state": "locked", "digest": "today"}) == {}
+    assert "r.json" in folder(actor_lock={"state": "locked", "digest": "yesterday"})
+
+
 def test_a_record_that_does_not_claim_to_have_passed_is_left_alone(folder):
     assert folder(passed=False, engines={}) == {}
 
