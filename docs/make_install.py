@@ -22,10 +22,10 @@ from make_quickstart import ROOT, run
 APPLY, RECIPE = "python3 apply.py", "nemotron-3.5-lightning"
 HEAD = """# Install
 
-Three ways to the same two patched trees; each was followed in a fresh clone by `docs/make_install.py`, and what follows is
-what it printed, on a machine without a GPU. [The image](#the-image) is what to take for a cluster, [the wheel](#the-wheel)
-for one machine, [a checkout](#a-checkout) for working on the patches. They end in the same check: `apply.py verify` exits 0
-only if the tree is exactly the one that `patchset.lock` names."""
+Three ways to the same two patched trees; each was followed in a fresh clone by `docs/make_install.py`, and what follows
+is what it printed, on a machine without a GPU. [The image](#the-image) is what to take for a cluster,
+[the wheel](#the-wheel) for one machine, [a checkout](#a-checkout) for working on the patches. They end in the same
+check: `apply.py verify` exits 0 only if the tree is exactly the one that `patchset.lock` names."""
 CHECKOUT = [
     ("Fetch both pinned upstreams and patch them. Python and git are enough.", f"{APPLY} apply", 0),
     ("", f"{APPLY} verify", 0),
@@ -33,14 +33,14 @@ CHECKOUT = [
      "python3 docker/image_pins.py unpack vllm mine", 0),
     ("", f"{APPLY} apply --from mine", 0),
     ("", f"{APPLY} revert --from mine", 0),
-    ("Megatron is Python alone and is used from where it is. vLLM's libraries have to be compiled, on a machine with CUDA "
-     "13, which is what the image's step does; see what it asks for:", "sed -n '/source)/,/;;/p' docker/steps/vllm.sh", 0),
+    ("Megatron can be used from where it is. vLLM's libraries have to be compiled, on a machine with CUDA 13; this is "
+     "how the image does it:", "sed -n '/source)/,/;;/p' docker/steps/vllm.sh", 0),
 ]
 WHEEL = [
     ("The Python of the image: megatron-core's wheel is for that version alone.", "python3.12 -m venv .venv", 0),
     ("Both engines at their pins, with all they depend on (9 GB).",
-     ".venv/bin/python -m pip install --quiet --disable-pip-version-check $(python3 docker/image_pins.py requirements | "
-     "head -n 2)", 0),
+     ".venv/bin/python -m pip install --quiet --disable-pip-version-check "
+     "$(python3 docker/image_pins.py requirements | head -n 2)", 0),
     ("Patch them where they are installed, and check.", f"{APPLY} apply --installed .venv/bin/python", 0),
     ("", f"{APPLY} verify --installed .venv/bin/python", 0),
     ("What can be imported without a driver, the architectures in the compiled libraries, one NVSHMEM, one NCCL. "
@@ -68,7 +68,7 @@ docker run --rm --gpus all --ipc host -p 8000:8000 zero-mismatch serve nemotron-
 docker run --rm --gpus all --ipc host -v $PWD/evidence:/evidence zero-mismatch prove rollout --recipe deepseek-v4 --tiny
 ```
 
-[docker/README.md](../docker/README.md) says which parts of the build were run outside Docker, and which have never run."""
+[docker/README.md](../docker/README.md) says which parts of the build have run outside Docker, and which never."""
 
 
 PATHS = [("The wheel", WHEEL, ""), ("A checkout", CHECKOUT, ""), ("The image", IMAGE, NOT_RUN)]
