@@ -22,7 +22,6 @@ from prove.recipe import Recipe
 class Gpu:
     name: str
     arch: str  # sm90, gfx950
-    memory_gib: float
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,9 @@ def _status(made: Recipe) -> Iterator[Finding]:
 def _gpus(made: Recipe, machine: Machine) -> Iterator[Finding]:
     needs, layout = made.section("requires"), made.layout("rollout")
     wanted = f"{layout['gpus']} of {' or '.join(needs['arch'])}"
-    fitting = [gpu for gpu in machine.gpus if gpu.arch in needs["arch"]]
-    if len(fitting) < layout["gpus"]:
+    if sum(gpu.arch in needs["arch"] for gpu in machine.gpus) < layout["gpus"]:
         seen = ", ".join(f"{gpu.name} ({gpu.arch})" for gpu in machine.gpus) or "none"
         yield Finding("GPUs", seen, wanted, "Run on such a machine; other GPUs run other kernels.")
-    need = needs.get("memory_gib", 0)
-    for gpu in fitting:
-        if gpu.memory_gib < need:
-            yield Finding(f"memory of {gpu.name}", f"{gpu.memory_gib:.0f} GiB", f"{need} GiB", "Take larger GPUs.")
 
 
 def _engine(made: Recipe, machine: Machine, invariant: bool) -> Iterator[Finding]:
@@ -112,13 +106,13 @@ def _output(command: list[str]) -> str | None:
 
 
 def _cuda_gpus(run: Callable[[list[str]], str | None]) -> list[Gpu]:
-    said = run(["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]) or ""
-    rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line.count(",") == 2]
-    return [Gpu(name, "sm" + capability.replace(".", ""), float(mib) / 1024) for name, capability, mib in rows]
+    said = run(["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]) or ""
+    rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line.count(",") == 1]
+    return [Gpu(name, "sm" + capability.replace(".", "")) for name, capability in rows]
 
 
 def _rocm_gpus(run: Callable[[list[str]], str | None]) -> list[Gpu]:
-    """By rocminfo, whose agents of type GPU have the gfx name; it does not say their memory."""
+    """By rocminfo, whose agents that are GPUs have a gfx name."""
     names = [line.split(":", 1)[1].strip() for line in (run(["rocminfo"]) or "").splitlines()
              if line.strip().startswith("Name:") and "gfx" in line]
-    return [Gpu(name, name, float("inf")) for name in names if name.startswith("gfx")]
+    return [Gpu(name, name) for name in names if name.startswith("gfx")]

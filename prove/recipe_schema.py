@@ -58,7 +58,7 @@ LAYOUT = dict.fromkeys(("nodes", "gpus", "tensor", "pipeline", "data", "expert",
 SECTIONS: dict[str, dict[str, str]] = {  # section, or section.subsection -> key -> kind
     "model": {"path": "text", "vocab": "count", "engine": "flags"},
     "status": STATUS,
-    "requires": {"platform": "platform", "arch": "texts", "memory_gib": "count", "modules": "texts"},
+    "requires": {"platform": "platform", "arch": "texts", "modules": "texts"},
     "layout": {"rollout": "table", "trainer": "table"},
     "layout.rollout": LAYOUT,
     "layout.trainer": LAYOUT,

@@ -77,13 +77,22 @@ def test_what_cannot_be_imported_is_named_and_the_rest_is_still_tried(site, monk
     monkeypatch.setattr(image_checks, "COMPILED", ("nodriver",))
     monkeypatch.setattr(image_checks, "BESIDE", ("dies", "absent"))
     monkeypatch.setattr(image_checks, "NEED_DRIVER", ("nodriver",))
+    monkeypatch.setattr(image_checks, "DRIVER", site / "nvidiactl")
     said = {name: (holds, seen) for name, holds, seen in image_checks.imports(partial=True)}
     assert said["import good"] == (True, "ok") and said["import bad"] == (False, "RuntimeError: no way")
-    assert said["import nodriver"] == (True, "needs a driver, and there is none")
+    assert said["import nodriver"][0] and said["import nodriver"][1].startswith("needs a driver, and there is none")
     assert said["import dies"] == (False, "the process ended first: exit 3")
     assert said["import absent"] == (True, "not installed, left out")
-    assert "import nodriver" in failed(image_checks.imports(partial=False))
     assert "import absent" in failed(image_checks.imports(partial=False))
+
+
+def test_a_missing_driver_excuses_only_what_needs_one_and_only_where_there_is_none(tmp_path, monkeypatch):
+    said = "ImportError: libcuda.so.1: cannot open shared object file"
+    monkeypatch.setattr(image_checks, "DRIVER", tmp_path / "nvidiactl")
+    assert image_checks._imported("deep_ep", said)[1] and not image_checks._imported("vllm", said)[1]
+    assert not image_checks._imported("deep_ep", "AttributeError: module 'torch' has no attribute 'cuda'")[1]
+    (tmp_path / "nvidiactl").write_text("")
+    assert not image_checks._imported("deep_ep", said)[1]
 
 
 def test_the_toolkits_stub_stands_in_for_the_driver(tmp_path, monkeypatch):

@@ -60,7 +60,7 @@ def wrong(program: str, arguments: list[str]) -> str:
 
 def _meant(args: argparse.Namespace) -> str:
     """Names that the parser takes as any text."""
-    if (name := getattr(args, "recipe", None)) and name not in {*recipe.names(), "RECIPE", "R"}:
+    if (name := getattr(args, "recipe", None)) and name not in {*recipe.names(), "NAME", "RECIPE"}:
         return f"no recipe {name}"
     if names := getattr(args, "cases", None):
         return "".join(f"no case {one} " for one in names.split(",") if one not in cases.BY_NAME)
