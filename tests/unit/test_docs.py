@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/models/*.md"), *ROOT.glob("skill/**/*.md"),
                 *(ROOT / name / "README.md" for name in ("", "recipes", "prove", "docker", "evidence", "patches"))])
 SKILL = (ROOT / "skill/SKILL.md").read_text()
-PARSERS = {"apply.py": apply_command.parser, "prove": prove_command.parser, "launch": launch_command.parser}
+PARSERS = {"apply.py": apply_command.parser(), "prove": prove_command.parser(), "launch": launch_command.parser()}
 STARTS = re.compile(r"^(?:\$ )?(?:\S*python3?\S* (?:-m )?)?"
                     r"(apply\.py|prove|launch|docker/\S+|docs/\S+\.py|recipes/\S+\.sh)(?: |$)")
 
@@ -51,7 +51,7 @@ def wrong(program: str, arguments: list[str]) -> str:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            args = PARSERS[program]().parse_args(arguments)
+            args = PARSERS[program].parse_args(arguments)
     except SystemExit as stop:
         mention = len(arguments) == 1 and "arguments are required" in said.getvalue()
         return "" if stop.code == 0 or mention else said.getvalue().strip().splitlines()[-1]
