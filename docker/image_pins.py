@@ -2,7 +2,7 @@
 """Every version that the image is built from, each read where it is decided; nothing is written down twice.
 
     image_pins.py python|arch|vllm|megatron|base     one value, for the shell steps
-    image_pins.py requirements                       what docker/requirements.lock is resolved from
+    image_pins.py engines|requirements               both engines; what docker/requirements.lock is resolved from
     image_pins.py locked [--only NAME] [--without NAME]...   the lock's own lines, of some packages
     image_pins.py unpack vllm DIR                    the pinned sdist, untouched
     image_pins.py upstream TREE                      the commits that vLLM's own sources name, as JSON
@@ -70,10 +70,14 @@ def value(key: str) -> str:
     return {"python": known.image.python, "arch": " ".join(known.image.arch), "base": base()}[key]
 
 
+def engines() -> list[str]:
+    """Both engines at their pins, as pip takes them."""
+    return [f"{one.distribution}=={one.version}" for one in pins.load(ROOT).upstreams.values()]
+
+
 def requirements() -> list[str]:
-    """The engines at their pins, and what the trainer needs beside them."""
-    known = pins.load(ROOT)
-    return [f"{one.distribution}=={one.version}" for one in known.upstreams.values()] + list(known.image.trainer)
+    """The engines, and what the trainer needs beside them."""
+    return engines() + list(pins.load(ROOT).image.trainer)
 
 
 def lock() -> dict[str, str]:
@@ -97,7 +101,8 @@ def locked(only: list[str], without: list[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for key in ("python", "arch", "vllm", "megatron", "base", "requirements"):
+    listed = {"engines": engines, "requirements": requirements}
+    for key in ("python", "arch", "vllm", "megatron", "base", *listed):
         verbs.add_parser(key)
     part = verbs.add_parser("locked")
     for option in ("--only", "--without"):
@@ -115,7 +120,7 @@ def main() -> None:
     elif args.verb == "upstream":
         print(json.dumps(upstream(args.tree), indent=1))
     else:
-        print("\n".join(requirements()) if args.verb == "requirements" else value(args.verb))
+        print("\n".join(listed[args.verb]()) if args.verb in listed else value(args.verb))
 
 
 if __name__ == "__main__":

@@ -39,8 +39,7 @@ CHECKOUT = [
 WHEEL = [
     ("The Python of the image: megatron-core's wheel is for that version alone.", "python3.12 -m venv .venv", 0),
     ("Both engines at their pins, with all they depend on (9 GB).",
-     ".venv/bin/python -m pip install --quiet --disable-pip-version-check "
-     "$(python3 docker/image_pins.py requirements | head -n 2)", 0),
+     ".venv/bin/python -m pip install -qq $(python3 docker/image_pins.py engines)", 0),
     ("Patch them where they are installed, and check.", f"{APPLY} apply --installed .venv/bin/python", 0),
     ("", f"{APPLY} verify --installed .venv/bin/python", 0),
     ("What can be imported without a driver, the architectures in the compiled libraries, one NVSHMEM, one NCCL. "
@@ -78,7 +77,7 @@ def followed(steps, folder: Path) -> list[str]:
     text = []
     for said, command, code in steps:
         text += [said, ""] if said else []
-        text += ["```", f"$ {command}", *run(command, code, folder), "```", ""]
+        text += ["```", f"$ {command}", *run(command, code, folder, shown=40), "```", ""]
     return text
 
 

@@ -38,14 +38,14 @@ STEPS = [  # what a newcomer is told, the command, its exit code
 ]
 
 
-def run(command: str, code: int, folder: Path) -> list[str]:
+def run(command: str, code: int, folder: Path, shown: int = SHOWN) -> list[str]:
     done = subprocess.run(command, shell=True, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                           check=False)
     if done.returncode != code:
         sys.exit(f"{command}: exit {done.returncode}, expected {code}\n{done.stdout}")
     lines = done.stdout.replace(str(folder), "~/zero-mismatch").replace(str(Path.home()), "~").splitlines()
-    cut = [f"… ({len(lines) - SHOWN} more lines)"] if len(lines) > SHOWN else []
-    return lines[:SHOWN] + cut + ([f"[exit {code}]"] if code else [])
+    cut = [f"… ({len(lines) - shown} more lines)"] if len(lines) > shown else []
+    return lines[:shown] + cut + ([f"[exit {code}]"] if code else [])
 
 
 def main() -> None:

@@ -57,7 +57,8 @@ def test_a_release_that_moved_a_pin_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("verb, expected", [
     ("python", r"3\.\d+"), ("arch", r"\d+\.\d( \d+\.\d)*"), ("vllm", r"[\d.]+"), ("megatron", r"[\d.]+"),
-    ("base", r"\S+@sha256:[0-9a-f]{64}"), ("requirements", r"vllm==[\d.]+\n[\s\S]+"),
+    ("base", r"\S+@sha256:[0-9a-f]{64}"), ("engines", r"vllm==[\d.]+\nmegatron-core==[\d.]+"),
+    ("requirements", r"vllm==[\d.]+\n[\s\S]+"),
 ])
 def test_each_value_is_printed_for_the_steps(verb, expected):
     done = subprocess.run([sys.executable, ROOT / "docker/image_pins.py", verb], capture_output=True, text=True,
