@@ -23,8 +23,8 @@ from prove.reference_deepseek_v4 import Reference
 # depend on its input, a sink without a gradient, rows that pool their own four tokens only.
 FAULTS = ("routing-weights", "transposed-mixing", "norm-length", "attention-sink", "previous-group")
 
-FEW = 64
-TIMES = 1.3
+FEW = 64     # numbers of a parameter up to which it is judged with the others like it; see _held
+TIMES = 1.3  # on a CPU's tiny model the largest ratio is 1.13, and 1.5 with the mixing matrix transposed
 
 
 @dataclasses.dataclass
