@@ -10,7 +10,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 FIGURE = ROOT / "docs" / "figures" / "proven.svg"
 TRAIN = "train-nemotron-3.5-lightning-tiny"
 ON, OFF = "rollout-deepseek-v4-tiny", "contrast-deepseek-v4-tiny"
-CASES = {"prefill-batched": "decode against\nprefill", "reversed": "other order\nof arrival", "twice": "the same run\nagain"}
+CASES = {"prefill-batched": "decode against\nprefill", "reversed": "other order\nof arrival",
+         "twice": "the same run\nagain"}
 BLUE, RED = "#1f6fb4", "#c23b22"
 
 
