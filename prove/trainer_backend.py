@@ -57,36 +57,18 @@ class Backend(vllm_backend.Backend):
 
     def op_score(self, *, sequences: list[dict], micro: int) -> dict:
         """The actor's logprob words of each sequence's answer, in micro-batches of about `micro` tokens."""
-        import torch
-
-        started, found = time.perf_counter(), {}
-        with _training(), torch.no_grad():
-            for batch in micro_batches(sequences, micro):
-                tokens, packed = self._packed(batch)
-                found |= _answers(batch, packed, self.actor.model(tokens, packed))
-            torch.cuda.synchronize()
-        return {"words": found, "seconds": time.perf_counter() - started}
+        return self._score(self.actor.model, sequences, micro)
 
     def op_update(self, *, sequences: list[dict], micro: int) -> dict:
         """REINFORCE Zero on the answers (fields: id, prompt, tokens, words, advantage), AdamW, and the sync. `words`
         are those of this pass's own forward."""
         import torch
 
-        started, found, losses = time.perf_counter(), {}, []
         torch.cuda.reset_peak_memory_stats()
         with _training():
-            for batch in micro_batches(sequences, micro):
-                tokens, packed = self._packed(batch)
-                seen = {}
-                losses.append(self.actor.accumulate(self._loss(batch, packed, len(sequences), seen), tokens, packed))
-                found |= seen
-            norm = self.actor.update()
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
+            learned = self._learn(sequences, micro)
             sync = self._sync()
-        return {"words": found, "loss": sum(losses), "norm": norm, "seconds": seconds, "sync_seconds": sync,
-                "version": self.actor.guard.version, "weights": self.actor.guard.digest,
-                "peak_memory": torch.cuda.max_memory_allocated()}
+        return {**learned, "sync_seconds": sync, "peak_memory": torch.cuda.max_memory_allocated()}
 
     def op_save(self, *, folder: str) -> dict:
         self.actor.save(pathlib.Path(folder))
@@ -119,9 +101,34 @@ class Backend(vllm_backend.Backend):
 
     # ---- inside
 
-    def _build(self, lr: float, recompute: bool):
-        from megatron.zero_mismatch.actor import Actor
+    def _score(self, model, sequences: list[dict], micro: int) -> dict:
+        import torch
 
+        started, found = time.perf_counter(), {}
+        with _training(), torch.no_grad():
+            for batch in micro_batches(sequences, micro):
+                tokens, packed = self._packed(batch)
+                found |= _answers(batch, packed, model(tokens, packed))
+            torch.cuda.synchronize()
+        return {"words": found, "seconds": time.perf_counter() - started}
+
+    def _learn(self, sequences: list[dict], micro: int) -> dict:
+        """op_update without the sync; the caller is in `_training`."""
+        import torch
+
+        started, found, losses = time.perf_counter(), {}, []
+        for batch in micro_batches(sequences, micro):
+            tokens, packed = self._packed(batch)
+            seen = {}
+            losses.append(self.actor.accumulate(self._loss(batch, packed, len(sequences), seen), tokens, packed))
+            found |= seen
+        norm = self.actor.update()
+        torch.cuda.synchronize()
+        return {"words": found, "loss": sum(losses), "norm": norm, "seconds": time.perf_counter() - started,
+                "version": self.actor.guard.version, "weights": self.actor.guard.digest}
+
+    def _model(self, recompute: bool):
+        """(name of the family, its model's shape, the model with the engine's weights)."""
         (architecture,) = self.config["architectures"]
         if architecture not in MODELS:
             raise ValueError(f"no aligned trainer for {architecture}; there is one for {', '.join(MODELS)}")
@@ -131,6 +138,12 @@ class Backend(vllm_backend.Backend):
         model = getattr(module, name)(shape, *self._tables(where), recompute=recompute)
         model = model.cuda()
         model.take(dict(self._resident()))
+        return where, shape, model
+
+    def _build(self, lr: float, recompute: bool):
+        from megatron.zero_mismatch.actor import Actor
+
+        where, shape, model = self._model(recompute)
         actor = Actor(model, heads=shape.heads, layers=len(shape.pattern), hidden=shape.hidden, lr=lr)
         if where == "deepseek_v4":  # the forward and its recomputation quantise a weight once a version
             from megatron.zero_mismatch.linear_fp8 import OperandCache
