@@ -8,7 +8,7 @@ import pathlib
 import sys
 import tempfile
 
-from prove import bench, bisect, cases, counter, grad, recipe, record, rollout, train, ui, unchanged, warm
+from prove import async_rl, bench, bisect, cases, counter, grad, recipe, record, rollout, train, ui, unchanged, warm
 from prove.engine import EngineError
 from prove.recipe import ROOT
 
@@ -72,6 +72,18 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--restore-after", type=int, default=5, metavar="UPDATE",
                      help="save after this one, restore in a fresh process (default 5)")
 
+    one = verb("async", "rollout and training at the same time, a bounded version lag apart; stop, resume")
+    one.add_argument("--lag", type=int, default=2, help="most versions between rollout and update (default 2)")
+    one.add_argument("--updates", type=int, default=100, help="optimizer steps (default 100)")
+    one.add_argument("--stop-after", type=int, default=60, metavar="UPDATE",
+                     help="stop after this one and resume from the files (default 60)")
+    one.add_argument("--synchronous", type=int, default=20, metavar="UPDATES",
+                     help="synchronous steps to time against (default 20)")
+    one.add_argument("--groups", type=int, default=4, help="prompts an update (default 4)")
+    one.add_argument("--answers", type=int, default=4, help="answers sampled for each prompt (default 4)")
+    one.add_argument("--out-tokens", type=int, default=64, help="tokens of an answer (default 64)")
+    one.add_argument("--lr", type=float, default=2e-5, help="AdamW's learning rate (default 2e-5)")
+
     verb("grad", "every parameter's gradient against an independent fp64 model, and planted faults")
 
     one = verb("warm", "fill the JIT caches and say where the time goes")
@@ -113,6 +125,10 @@ def run(args, screen: ui.UI) -> dict:
         case "train":
             return train.train(made, screen, updates=args.updates, groups=args.groups, answers=args.answers,
                                tokens=args.out_tokens, lr=args.lr, restore_after=args.restore_after, **common)
+        case "async":
+            wanted = async_rl.Settings(args.lag, args.updates, args.stop_after, args.synchronous, args.groups,
+                                       args.answers, args.out_tokens, args.lr)
+            return async_rl.async_rl(made, screen, wanted, **common)
         case "grad":
             return grad.grad(made, screen, **common)
         case "warm":

@@ -28,7 +28,7 @@ import numpy as np
 from prove.scripts import load
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BACKENDS = {"vllm": "prove.vllm_backend", "trainer": "prove.trainer_backend"}
+BACKENDS = {"vllm": "prove.vllm_backend", "trainer": "prove.trainer_backend", "async": "prove.async_backend"}
 
 
 class EngineError(RuntimeError):
@@ -203,7 +203,7 @@ def serve(backend_class, commands, answer_fd: int) -> None:
                 return
 
 
-def _backend_class(name: str):
+def backend_class(name: str):
     if name in BACKENDS:
         return importlib.import_module(BACKENDS[name]).Backend
     return load(name).Backend
@@ -212,7 +212,7 @@ def _backend_class(name: str):
 def main() -> None:
     backend, command_fd, answer_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     with os.fdopen(command_fd, "r", encoding="utf-8") as commands:
-        serve(_backend_class(backend), commands, answer_fd)
+        serve(backend_class(backend), commands, answer_fd)
     sys.stdout.flush()
     os._exit(0)  # an engine's own shutdown can take long, and there is nothing left to save
 

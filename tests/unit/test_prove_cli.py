@@ -15,6 +15,7 @@ OPTIONS = {
     "bench": {"--concurrent", "--prompt-tokens", "--out-tokens", "--seconds", "--runs"},
     "unchanged": {"--pristine", "--tokens", "--concurrent", "--out-tokens", "--runs"},
     "train": {"--updates", "--groups", "--answers", "--out-tokens", "--lr", "--restore-after"},
+    "async": {"--lag", "--updates", "--stop-after", "--synchronous", "--groups", "--answers", "--out-tokens", "--lr"},
     "grad": set(),
     "warm": {"--off"},
 }
