@@ -31,7 +31,7 @@ def verb_fetch(args, pins) -> Result:
     """Get the pinned sources into the archive cache, or clone them."""
     from patchset import fetch
 
-    return fetch.run(pins, args.upstream or list(pins.upstreams), args.version, args.git)
+    return fetch.run(pins, args.upstream or [one.name for one in pins.standard()], args.version, args.git)
 
 
 def _delivery(args, pins, verb) -> Result:
@@ -142,7 +142,8 @@ VERBS = {
 
 
 def _target_options(sub: argparse.ArgumentParser, verb: str) -> None:
-    sub.add_argument("--upstream", action="append", metavar="NAME", help="vllm or megatron; repeat for several")
+    sub.add_argument("--upstream", action="append", metavar="NAME",
+                     help="vllm, megatron or verl; repeat for several (default: vllm and megatron)")
     sub.add_argument("--version", metavar="V", help="the pinned release (default: what the target declares)")
     where = sub.add_mutually_exclusive_group()
     where.add_argument("--from", dest="tree", type=Path, metavar="DIR", help="an existing checkout or unpacked tree")
@@ -169,7 +170,8 @@ def parser() -> argparse.ArgumentParser:
         _target_options(made[verb], verb)
     made["revert"].add_argument("--edits-to", type=Path, metavar="DIR",
                                 help="move files edited since into DIR, then revert (otherwise edits are refused)")
-    made["fetch"].add_argument("--upstream", action="append", metavar="NAME", help="vllm or megatron")
+    made["fetch"].add_argument("--upstream", action="append", metavar="NAME",
+                               help="vllm, megatron or verl (default: vllm and megatron)")
     made["fetch"].add_argument("--version", metavar="V", help="the pinned release (default: the upstream's own)")
     made["fetch"].add_argument("--git", metavar="URL", help="clone the pinned tag into build/ (one --upstream)")
     made["new"].add_argument("slug", help="lower-case words joined by '-'")

@@ -38,7 +38,8 @@ def engines(packages: dict[str, str]) -> dict[str, dict]:
     from patchset.lock import Lock
 
     pinned, lock, found = image_pins.pins.load(ROOT), Lock.load(ROOT), {}
-    for name, one in pinned.upstreams.items():
+    for one in pinned.standard():
+        name = one.name
         version = packages[one.distribution].split("+")[0]
         release, entry = one.release(version), lock.target(name, version, "all")
         found[name] = {"version": packages[one.distribution], "tag": release.tag, "commit": release.commit,

@@ -72,7 +72,7 @@ def value(key: str) -> str:
 
 def engines() -> list[str]:
     """Both engines at their pins, as pip takes them."""
-    return [f"{one.distribution}=={one.version}" for one in pins.load(ROOT).upstreams.values()]
+    return [f"{one.distribution}=={one.version}" for one in pins.load(ROOT).standard()]
 
 
 def requirements() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from .paths import why_unsafe
 SCHEMA = 1
 DIGEST = re.compile(r"[0-9a-f]{64}")
 VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.!+_-]*")  # it becomes a part of file names
-NUMBER, TEXT, TEXTS, TABLE = "a number", "a text", "a list of texts", "a table"
+NUMBER, TEXT, TEXTS, TABLE, FLAG = "a number", "a text", "a list of texts", "a table", "true or false"
 KINDS = {
     NUMBER: lambda value: type(value) is int,
     TEXT: lambda value: isinstance(value, str),
     TEXTS: lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
     TABLE: lambda value: isinstance(value, dict),
+    FLAG: lambda value: isinstance(value, bool),
 }
 
 
@@ -41,6 +43,7 @@ class Upstream:
     target: str
     version: str
     releases: dict[str, Release]
+    optional: bool = False  # taken only where it is named
 
     def release(self, version: str | None = None) -> Release:
         version = version or self.version
@@ -74,6 +77,10 @@ class Pins:
     upstreams: dict[str, Upstream]
     profiles: dict[str, Profile]
     image: Image | None = None
+
+    def standard(self, names: Iterable[str] | None = None) -> list[Upstream]:
+        """Those of `names` (default: all) that are taken when nobody names one."""
+        return [one for one in map(self.upstream, self.upstreams if names is None else names) if not one.optional]
 
     def upstream(self, name: str) -> Upstream:
         return self.upstreams[_choose("upstream", name, self.upstreams)]
@@ -123,13 +130,14 @@ def _release(upstream: str, version: str, table: dict) -> Release:
 
 def _upstream(name: str, table: dict) -> Upstream:
     kinds = {"distribution": TEXT, "package": TEXT, "target": TEXT, "version": TEXT, "release": TABLE}
-    _checked(f"upstream.{name}", table, kinds, set(kinds))
+    _checked(f"upstream.{name}", table, kinds | {"optional": FLAG}, set(kinds))
     for key in ("package", "target"):
         if reason := why_unsafe(table[key]):
             raise UsageError(f"patchset.toml: {key} in upstream.{name} leads elsewhere ({reason})",
                              remedy="write a plain relative path")
     releases = {version: _release(name, version, one) for version, one in table["release"].items()}
-    found = Upstream(name, table["distribution"], table["package"], table["target"], table["version"], releases)
+    found = Upstream(name, table["distribution"], table["package"], table["target"], table["version"], releases,
+                     table.get("optional", False))
     found.release()
     return found
 

@@ -20,7 +20,9 @@ EXIT = {"applied": 0, "pristine": 1}
 def run(root: Path, pins: Pins, verb: str, args) -> Result:
     """args: the parsed options of apply.py. Returns one entry a target under `targets`."""
     profile = pins.profile(getattr(args, "profile", "all"))
-    names = args.upstream or list(profile.upstreams)
+    # A tree says itself which upstream it is; anything else that is optional must be named.
+    names = args.upstream or (list(profile.upstreams) if args.tree
+                              else [one.name for one in pins.standard(profile.upstreams)])
     for name in names:
         pins.upstream(name)
     request = Request(root, pins, profile, args.version, tuple(getattr(args, "without", ())),

@@ -34,3 +34,4 @@ def _overlay_as_package(name: str, folder: pathlib.Path) -> None:
 
 _overlay_as_package("vllm", ROOT / "overlays" / "vllm" / "vllm")
 _overlay_as_package("megatron", ROOT / "overlays" / "megatron" / "megatron")
+_overlay_as_package("verl", ROOT / "overlays" / "verl" / "verl")

@@ -109,7 +109,7 @@ def test_the_toolkits_stub_stands_in_for_the_driver(tmp_path, monkeypatch):
 @pytest.fixture
 def manifest(site, monkeypatch):
     known = pins.load(ROOT)
-    packages = {one.distribution: one.version for one in known.upstreams.values()} | {"torch": "2.1"}
+    packages = {one.distribution: one.version for one in known.standard()} | {"torch": "2.1"}
     monkeypatch.setattr(image_manifest, "installed", lambda: packages)
     for name, value in (("BASE", image_pins.base()), ("REVISION", "a" * 40), ("VLLM_FROM", "wheel")):
         monkeypatch.setenv(name, value)
@@ -118,9 +118,9 @@ def manifest(site, monkeypatch):
 
 def test_the_manifest_names_both_engines_as_they_are_locked(manifest):
     known, lock = pins.load(ROOT), Lock.load(ROOT)
-    for name, one in known.upstreams.items():
-        entry = lock.target(name, one.version, "all")
-        said = manifest["engines"][name]
+    for one in known.standard():
+        entry = lock.target(one.name, one.version, "all")
+        said = manifest["engines"][one.name]
         assert (said["version"], said["lock"], said["tree"]) == (one.version, entry.digest, entry.tree)
     assert manifest["architectures"]["vllm/_flashmla_C.so"] == ["sm_90", "sm_100"]
     assert manifest["base"] == image_pins.base() and manifest == image_manifest.manifest()

@@ -12,7 +12,7 @@ from patchset import pins
 
 def test_the_lock_has_what_the_pins_ask_for_with_the_pinned_digests():
     known, lock = pins.load(ROOT), image_pins.lock()
-    for one in known.upstreams.values():
+    for one in known.standard():
         release = one.release()
         assert lock[one.distribution].startswith(f"{one.distribution}=={release.version} ")
         assert f"sha256:{release.sdist}" in lock[one.distribution]

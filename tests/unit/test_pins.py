@@ -34,6 +34,7 @@ def test_what_is_pinned_is_read(tmp_path):
     (f'sdist = "{"0" * 64}"', f'sdist = "{"0" * 64}"\nhweel = ""', "wheel"),
     ('upstreams = ["toy"]', 'upstreams = "toy"', "upstreams"), ('upstreams = ["toy"]', 'upstreams = ["tyo"]', "toy"),
     ('arch = ["sm90", "sm100"]', "arch = [90]", "arch"), ('arch = ["sm90", "sm100"]\n', "", "arch"),
+    ('package = "toy"', 'package = "toy"\noptional = "yes"', "optional"),
     ("[profile.all]", "[[profile.all]]", "profile.all"), ("[profile.all]", "[profile]", "profile"),
 ])
 def test_every_fault_is_named(tmp_path, old, new, named):
@@ -70,3 +71,10 @@ def test_no_value_makes_it_fail_otherwise(tmp_path_factory, number, value):
         load(tmp_path_factory.getbasetemp(), text)
     except UsageError:
         pass
+
+
+def test_an_optional_upstream_is_taken_only_where_it_is_named(tmp_path):
+    plain = load(tmp_path, PINS)
+    assert [one.name for one in plain.standard()] == ["toy"]
+    found = load(tmp_path, PINS.replace('package = "toy"', 'package = "toy"\noptional = true'))
+    assert found.standard() == found.standard(["toy"]) == [] and found.upstream("toy").optional

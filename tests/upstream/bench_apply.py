@@ -57,13 +57,13 @@ def baseline(work: Path, archives: dict[str, Path], patches: dict[str, list[Path
 
 def measure(rounds: int, where: Path | None) -> dict:
     loaded = pins.load(ROOT)
-    archives = {name: fetch.sdist(up, up.release()) for name, up in loaded.upstreams.items()}
+    archives = {up.name: fetch.sdist(up, up.release()) for up in loaded.standard()}
     best: dict[str, float] = {}
     memory = 0
     with tempfile.TemporaryDirectory(prefix="bench-", dir=where) as folder:
         work = Path(folder)
-        patches = {name: write_patches(work / "patches" / name, name, up.release().version)
-                   for name, up in loaded.upstreams.items()}
+        patches = {up.name: write_patches(work / "patches" / up.name, up.name, up.release().version)
+                   for up in loaded.standard()}
         for number in range(rounds):
             checkout = copy_checkout(work / f"checkout-{number}")
             tool = [sys.executable, checkout / "apply.py"]

@@ -126,7 +126,7 @@ class Store:
         """Both wheels in one folder, by pip install --target."""
         return self._made("site", lambda into: pip(
             "install", "--no-deps", "--no-index", "--no-compile", "--ignore-requires-python", *PLATFORM,
-            "--target", into, *(wheel(upstream) for upstream in self.pins.upstreams.values())))
+            "--target", into, *(wheel(upstream) for upstream in self.pins.standard())))
 
     def repository(self) -> Path:
         """vLLM's tree as the one commit of a repository. Look at a copy: `git status` rewrites the index."""

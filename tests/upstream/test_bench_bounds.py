@@ -28,7 +28,7 @@ def measured(folder: Path) -> dict:
 
 @pytest.mark.alone
 def test_apply_plan_and_status_keep_their_bounds(tmp_path):
-    for upstream in Store(tmp_path).pins.upstreams.values():
+    for upstream in Store(tmp_path).pins.standard():
         sdist(upstream, upstream.release())  # into the cache, or skip: offline
     for _ in range(2):
         found = measured(tmp_path)

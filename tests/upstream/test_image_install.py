@@ -37,7 +37,7 @@ def links(tmp_path) -> pathlib.Path:
     """A folder with both wheels, as pip's --find-links takes it."""
     folder = tmp_path / "links"
     folder.mkdir()
-    for one in pins.load(ROOT).upstreams.values():
+    for one in pins.load(ROOT).standard():
         archive = delivery.wheel(one)
         (folder / archive.name).symlink_to(archive)
     return folder

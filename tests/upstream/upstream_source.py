@@ -1,7 +1,8 @@
-"""Run single functions of upstream vLLM on a CPU machine, as released and as patched by our series.
+"""Run single functions of an upstream on a CPU machine, as released and as patched by our series.
 
-vLLM itself does not import without its compiled parts, but the functions our patches hook are plain Python. `stock` and
-`patched` give the text of a file; `define` compiles chosen functions of it, with every name they need passed in.
+vLLM itself does not import without its compiled parts, nor verl without Ray, but the functions our patches hook are
+plain Python. `stock` and `patched` give the text of a file, whose first folder says of which upstream; `define`
+compiles chosen functions of it, with every name they need passed in.
 """
 import ast
 import functools
@@ -16,28 +17,28 @@ from patchset import fetch, pins, series
 from patchset.errors import NeedsWork
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-version: str | None = None  # the release that is read, set by conftest.py; None: the pinned default
+version: str | None = None  # vLLM's release that is read, set by conftest.py; None: the pinned default
 
 
-def _release():
-    upstream = pins.load(ROOT).upstream("vllm")
-    return upstream, upstream.release(version)
+def _release(path: str) -> tuple[str, pins.Release]:
+    name = path.partition("/")[0]
+    return name, pins.load(ROOT).upstream(name).release(version if name == "vllm" else None)
 
 
 @functools.cache
-def _archive(release: pins.Release) -> pathlib.Path:
+def _archive(name: str, release: pins.Release) -> pathlib.Path:
     try:
-        return fetch.sdist(_release()[0], release)
+        return fetch.sdist(pins.load(ROOT).upstream(name), release)
     except NeedsWork as error:
-        pytest.skip(f"no sdist of the pinned vLLM: {error}")
+        pytest.skip(f"no sdist of the pinned {name}: {error}")
 
 
 @functools.cache
-def _trees(release: pins.Release) -> tuple[dict[str, str], dict[str, str]]:
+def _trees(name: str, release: pins.Release) -> tuple[dict[str, str], dict[str, str]]:
     """Every file that the series touches, (as released, as patched)."""
-    patches = series.load(ROOT, "vllm", release.version)
+    patches = series.load(ROOT, name, release.version)
     paths = {path for patch in patches for path in patch.paths}
-    with tempfile.TemporaryDirectory() as folder, tarfile.open(_archive(release)) as archive:
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(_archive(name, release)) as archive:
         root = pathlib.Path(folder)
         for member in archive:
             _, _, path = member.name.partition("/")
@@ -52,22 +53,22 @@ def _trees(release: pins.Release) -> tuple[dict[str, str], dict[str, str]]:
 
 
 @functools.cache
-def _sources(release: pins.Release) -> dict[str, str]:
+def _sources(name: str, release: pins.Release) -> dict[str, str]:
     """Every Python file of the package, read in one pass: seeking in a compressed archive costs a pass each time."""
-    with tarfile.open(_archive(release)) as archive:
+    with tarfile.open(_archive(name, release)) as archive:
         members = ((member, member.name.partition("/")[2]) for member in archive)
         return {path: archive.extractfile(member).read().decode() for member, path in members
-                if path.startswith("vllm/") and path.endswith(".py")}
+                if path.startswith(f"{name}/") and path.endswith(".py")}
 
 
 def stock(path: str) -> str:
-    release = _release()[1]
-    return _trees(release)[0].get(path) or _sources(release)[path]
+    which = _release(path)
+    return _trees(*which)[0].get(path) or _sources(*which)[path]
 
 
 def patched(path: str) -> str:
-    release = _release()[1]
-    return _trees(release)[1].get(path) or _sources(release)[path]
+    which = _release(path)
+    return _trees(*which)[1].get(path) or _sources(*which)[path]
 
 
 def define(source: str, names: list[str], scope: dict) -> dict:
@@ -77,7 +78,8 @@ def define(source: str, names: list[str], scope: dict) -> dict:
     """
     # Annotations stay text: they name types of modules that are not here.
     future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
-    top = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    top = {node.name: node for node in ast.parse(source).body if isinstance(node, kinds)}
     classes: dict[str, ast.ClassDef] = {}
     body: list[ast.stmt] = []
     for name in names:
