@@ -149,6 +149,7 @@ class Learner:
 
         if self.shadow_version == tag.version:
             return
+        self.shadow_version = None
         with torch.no_grad():
             for name, parameter in self.shadow.named_parameters():
                 parameter.copy_(self.masters[tag.version][name])

@@ -11,6 +11,9 @@ Before every update each answer is scored at the version that sampled it, and ev
 left between rollout and learner is then weight lag alone. `d3` splits into `lag_k3` and `kernel_k3`; the latter must be
 exactly 0, and at lag 0 so must the whole. Every task must be trained once and in order, across the stop too.
 
+The lag is what comes of it, up to `--lag`: samples wait, and grow old, only while training is slower than generation.
+The summary says how many updates had which lag.
+
 Throughput is trained response tokens a second between updates, the first of a part left out: kernels are compiled in
 them, and the queue fills. The task is that of `prove train`.
 """

@@ -1,5 +1,7 @@
 """What `prove async` takes for a proof, by its rows alone; with real processes: tests/upstream/test_async_rl.py."""
 import dataclasses
+import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from prove import async_backend, async_rl
 from prove.engine import pack
+from tiny_nemotron import model
 
 SETTINGS = async_rl.Settings(lag=2, updates=12, stop_after=8, synchronous=7, groups=2, answers=2, tokens=4, lr=1e-3)
 WORDS = {"tokens": 16, "differing_words": 0, "invalid_tokens": 0}
@@ -107,3 +110,43 @@ def test_a_missing_or_short_answer_is_an_error():
     for broken in (short, lost):
         with pytest.raises(RuntimeError, match="missing or short"):
             WORK.answered(5, broken)
+
+
+def test_a_worker_from_other_files_than_the_learners_is_refused(monkeypatch):
+    monkeypatch.setenv("FAKE_SITE", "/theirs")
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    fake = str(pathlib.Path(__file__).with_name("prove_fake.py"))
+    make = async_backend.MakeRollout(fake, {"model": "", "flags": {}}, WORK, "/ours/vllm")
+    with pytest.raises(RuntimeError, match="runs /theirs/vllm, expected the learner's /ours/vllm"):
+        make()
+
+
+def test_a_model_whose_engine_derives_weights_is_refused():
+    backend = types.SimpleNamespace(config={"architectures": ["DeepseekV4ForCausalLM"]})
+    with pytest.raises(ValueError, match="no asynchronous loop for DeepseekV4ForCausalLM"):
+        async_backend.Asynchronous.op_open(backend, work={}, max_lag=2, folder="")
+
+
+# ---- the weights of an older version
+
+
+def test_the_shadow_takes_the_weights_of_the_rollouts_version_or_nothing():
+    from megatron.zero_mismatch.digest import tensor_digests, total_digest
+    from megatron.zero_mismatch.weight_sync import Tag
+
+    made, shadow = model(), model()
+    masters = {name: p.detach() * 1.5 for name, p in made.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter.copy_(masters[name])
+    tag = Tag(3, total_digest(tensor_digests(made.exported())))
+    learner = types.SimpleNamespace(shadow=shadow, shadow_version=None, masters={3: masters})
+    async_backend.Learner._show(learner, tag)
+    assert learner.shadow_version == 3
+    assert all(torch.equal(p, masters[name]) for name, p in shadow.named_parameters())
+
+    learner.shadow_version = 2
+    masters["lm_head.weight"].view(torch.int16)[0, 0] ^= 1
+    with pytest.raises(RuntimeError, match="the weights kept of version 3 have digest"):
+        async_backend.Learner._show(learner, tag)
+    assert learner.shadow_version is None, "the next answer looks again"
