@@ -227,7 +227,8 @@ def revert(request: Request, target: Target) -> Outcome:
             if not isinstance(error, OSError):
                 raise
             raise NeedsWork(f"cannot write to {target.root}: {error.strerror or error}; it is still patched",
-                            remedy="mend the cause (permissions, read-only mount), then revert again") from error
+                            remedy="mend the cause (free space, permissions, read-only mount), then revert again"
+                            ) from error
         return Outcome(target, "reverted")
 
 

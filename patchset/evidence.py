@@ -19,27 +19,32 @@ def why_not(path: Path, today: set[str]) -> str:
         return "no record"
     if reason := _unlocked(record, today):
         return reason
+    if not record.get("rows"):
+        return "it has no rows"
     return "" if record.get("passed") is True else "the run did not pass"
 
 
 def _unlocked(record: dict, today: set[str]) -> str:
     locks = list(_locks(record))
+    # One side of `prove unchanged` is the wheel as it came.
+    bound = {"locked"} | ({"pristine"} if record.get("verb") == "unchanged" else set())
     if not locks:
         return "it names no lock"
     for lock in locks:
         digest = lock.get("digest") if isinstance(lock, dict) else lock
         if digest not in today:
             return f"made with another lock ({str(digest)[:12]})"
-        if isinstance(lock, dict) and lock.get("state", "locked") != "locked":
+        if isinstance(lock, dict) and lock.get("state", "locked") not in bound:
             return f"the engine that ran was {lock['state']}, not the locked one"
     return ""
 
 
 def _locks(value) -> Iterator[dict | str]:
-    """Everything that stands under a key `lock`, at any depth (prove/record.py: one an engine)."""
+    """Everything that stands under a key `lock`, at any depth (prove/record.py: one an engine), or `actor_lock`, the
+    trainer's."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if key == "lock":
+            if key in ("lock", "actor_lock"):
                 yield inner
             else:
                 yield from _locks(inner)

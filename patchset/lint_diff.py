@@ -16,6 +16,7 @@ Found = tuple[int, str, str]
 FILES_MAX, ADDED_MAX = 6, 120
 KINDS = {"120000": "a symbolic link", "160000": "a submodule"}
 MARKER = re.compile(rb"^(<{7}|>{7}|\|{7})( |$)")
+METADATA = re.compile(r"[^/]+\.(dist-info|egg-info)(/|$)")
 # Characters that reorder or hide text: bidirectional controls, zero-width characters, the byte order mark.
 INVISIBLE = re.compile("[\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]")
 
@@ -28,6 +29,8 @@ def check(patch: Patch) -> Iterator[Found]:
         line = above + file.line
         if reason := why_unsafe(file.path):
             yield line, "path", f"{file.path!r}: {reason}"
+        if METADATA.match(file.path):
+            yield line, "path", f"{file.path} belongs to an installed package's metadata, which pip owns"
         if file.path in seen:
             yield line, "path", f"{file.path} stands here twice"
         seen.add(file.path)

@@ -8,9 +8,15 @@ import pathlib
 import sys
 import tempfile
 
-from prove import async_rl, bench, bisect, cases, counter, grad, recipe, record, rollout, train, ui, unchanged, warm
-from prove.engine import EngineError
-from prove.recipe import ROOT
+try:
+    from prove import async_rl, bench, bisect, cases, counter, grad, recipe, record, rollout, train, ui, unchanged, warm
+    from prove.engine import EngineError
+    from prove.recipe import ROOT
+except ModuleNotFoundError as error:
+    if error.name not in ("numpy", "torch"):
+        raise
+    sys.exit(f"prove runs in the engine's Python environment, and {sys.executable} has no {error.name}: "
+             "start it with the interpreter that the patched vLLM is installed for (docs/install.md)")
 
 
 def parser() -> argparse.ArgumentParser:

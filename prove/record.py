@@ -55,6 +55,10 @@ def stale(folder: pathlib.Path, lock_path: pathlib.Path) -> dict[str, str]:
         locks += [data["actor_lock"]] if "actor_lock" in data else []  # the trainer's side of a comparison
         if not any(lock["state"] == "locked" for lock in locks):
             found[path.name] = "no engine in it was the locked tree"
+        elif others := sorted({lock["state"] for lock in locks} - {"locked", "pristine"}):
+            found[path.name] = f"an engine or the trainer in it was {others[0]}"
+        elif not data["rows"]:
+            found[path.name] = "it has no rows"
         elif wrong := [lock for lock in locks if lock.get("digest") not in digests]:
             found[path.name] = f"made with lock {wrong[0].get('digest')}"
     return found

@@ -6,11 +6,16 @@ package whose path is the overlay folder, so `vllm.zero_mismatch.<operator>` loa
 import importlib.util
 import os
 import pathlib
+import signal
 import sys
 import types
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit"), str(ROOT / "tests" / "kernels")]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts its background jobs so, and the processes that tests interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _cuda_available() -> bool:

@@ -19,7 +19,7 @@ def folder(tmp_path):
     (tmp_path / "patchset.lock").write_text(json.dumps({"targets": {"vllm@0/all": {"digest": "today", "paths": {}}}}))
 
     def write(**data):
-        base = {"schema": 1, "passed": True, "complete": True,
+        base = {"schema": 1, "passed": True, "complete": True, "rows": [{"case": "base"}],
                 "engines": {"graph": {"lock": {"state": "locked", "entry": "vllm@0/all", "digest": "today"}}}}
         (tmp_path / "r.json").write_text(json.dumps(base | data))
         return record.stale(tmp_path, tmp_path / "patchset.lock")
@@ -33,6 +33,16 @@ def test_a_record_of_todays_lock_is_fresh(folder):
 def test_a_record_of_another_lock_is_stale(folder):
     lock = {"state": "locked", "entry": "vllm@0/all", "digest": "yesterday"}
     assert "r.json" in folder(engines={"graph": {"lock": lock}})
+
+
+def test_one_unlocked_side_makes_a_record_stale(folder):
+    good, other = {"state": "locked", "digest": "today"}, {"state": "other", "digest": "today"}
+    assert "r.json" in folder(engines={"first": {"lock": good}, "restored": {"lock": other}})
+    assert "r.json" in folder(actor_lock=other)
+
+
+def test_a_record_without_rows_is_stale(folder):
+    assert "r.json" in folder(rows=[])
 
 
 def test_a_record_of_no_lock_is_stale(folder):

@@ -122,7 +122,8 @@ def claim(record):
     return work
 
 
-GOOD = {"passed": True, "engines": {"a": {"lock": {"state": "locked", "digest": "{digest}"}}}}
+GOOD = {"passed": True, "rows": [{"case": "base"}],
+        "engines": {"a": {"lock": {"state": "locked", "digest": "{digest}"}}}}
 RECIPE = """[model]
 path = "x/y"
 vocab = 8
@@ -206,6 +207,7 @@ CASES = {
     ("anchor", "no symbol"): (change(GATE, "toy/router.py::Gate.forward", "toy/router.py"), GATE, 16),
     ("path", "escape"): (unsafe, LINES, 18),
     ("path", "twice"): (twice, LINES, 31),
+    ("path", "metadata"): (changes("toy-1.dist-info/RECORD", File(b"toy/__init__.py,,\n", "100644")), THIRD, 18),
     ("link", "symbolic"): (changes("toy/link.py", File(b"router.py", "120000")), THIRD, 18),
     ("mode", ""): (changes("setup.py", File(BASE["setup.py"].encode(), "100755")), THIRD, 18),
     ("line-ends", "CRLF into LF"): (added("five and a half\r"), THIRD, 26),
@@ -241,6 +243,9 @@ CASES = {
     ("evidence", "another engine"): (
         claim({"passed": True, "lock": {"state": "other", "digest": "{digest}"}}), "README.md", 2),
     ("evidence", "not passed"): (claim({**GOOD, "passed": False}), "README.md", 2),
+    ("evidence", "no rows"): (claim({**GOOD, "rows": []}), "README.md", 2),
+    ("evidence", "another trainer"): (claim({**GOOD, "actor_lock": {"state": "locked", "digest": "0" * 64}}),
+                                      "README.md", 2),
     ("recipe", "no record"): (recipe(None), TOML, 1),
     ("recipe", "another lock"): (recipe({"passed": True, "lock": "0" * 64}), TOML, 1),
     ("recipe", "not passed"): (recipe({**GOOD, "passed": False, "verb": "rollout", "subject": "r"}), TOML, 1),

@@ -59,7 +59,7 @@ def test_evidence_of_another_lock_is_marked_as_such(made):
 def test_every_record_is_listed_with_what_it_is_worth(made):
     """Also those of the whole series, which no patch's row can show."""
     digest = next(iter(Lock.load(made.root).targets.values())).digest
-    lock = {"engines": {"a": {"lock": {"state": "locked", "digest": digest}}}}
+    lock = {"engines": {"a": {"lock": {"state": "locked", "digest": digest}}}, "rows": [{"case": "base"}]}
     made.write("evidence/rollout-x.json", json.dumps({"verb": "rollout", "subject": "x", "passed": True, **lock}))
     made.write("evidence/bench-x.json", json.dumps({"verb": "bench", "subject": "x", "passed": False, **lock}))
     made.write("evidence/odd.json", json.dumps({"rows": 7, "lock": "0" * 64, "passed": True}))

@@ -45,7 +45,7 @@ def test_a_second_export_writes_nothing(made, base):
 def test_refresh_of_an_unedited_tree_writes_nothing_under_any_configuration(name, made, base, tmp_path, monkeypatch):
     before = kept(made)
     user_configs.install(name, tmp_path, monkeypatch)
-    assert edit.refresh(made.root, made.pins, "vllm", None, None, base).data["written"] == []
+    assert edit.refresh(made.root, made.pins, "vllm", None, None, base=base).data["written"] == []
     for path, text in export.canonical_patches(made.root, made.pins, base).items():
         assert path.read_bytes() == text, path.name
     assert kept(made) == before
@@ -58,7 +58,7 @@ def test_an_edit_becomes_a_patch_and_the_tree_carries_the_new_lock(made, base):
     text = place.read_text()
     assert text.count(HOOK) == 1
     place.write_text(text.replace(HOOK, HOOK + "        # edited\n"))
-    said = edit.refresh(made.root, made.pins, "vllm", "test-of-refresh", None, base).data
+    said = edit.refresh(made.root, made.pins, "vllm", "test-of-refresh", None, base=base).data
     assert said["edited"] == [FILE]
     assert said["written"] == ["patches/vllm/test-of-refresh.patch", "patches/vllm/series"]
     one = target.tree(made.pins.upstream("vllm"), made.root / "build/vllm")
