@@ -30,6 +30,8 @@ def _unlocked(record: dict, today: set[str]) -> str:
     bound = {"locked"} | ({"pristine"} if record.get("verb") == "unchanged" else set())
     if not locks:
         return "it names no lock"
+    if all(isinstance(lock, dict) and lock.get("state") == "pristine" for lock in locks):
+        return "no engine in it was the locked one"
     for lock in locks:
         digest = lock.get("digest") if isinstance(lock, dict) else lock
         if digest not in today:

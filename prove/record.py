@@ -14,6 +14,7 @@ import pathlib
 import platform
 import subprocess
 
+from patchset import evidence
 from prove.recipe import ROOT
 
 SCHEMA = 1
@@ -45,23 +46,9 @@ def _sha(path: pathlib.Path) -> str | None:
 
 def stale(folder: pathlib.Path, lock_path: pathlib.Path) -> dict[str, str]:
     """Records that claim to have passed, but not with the lock of today: name -> why."""
-    digests = {target["digest"] for target in json.loads(lock_path.read_text())["targets"].values()}
-    found = {}
-    for path in sorted(folder.glob("*.json")):
-        data = json.loads(path.read_text())
-        if not data.get("passed"):
-            continue
-        locks = [engine["lock"] for engine in data["engines"].values()]
-        locks += [data["actor_lock"]] if "actor_lock" in data else []  # the trainer's side of a comparison
-        if not any(lock["state"] == "locked" for lock in locks):
-            found[path.name] = "no engine in it was the locked tree"
-        elif others := sorted({lock["state"] for lock in locks} - {"locked", "pristine"}):
-            found[path.name] = f"an engine or the trainer in it was {others[0]}"
-        elif not data["rows"]:
-            found[path.name] = "it has no rows"
-        elif wrong := [lock for lock in locks if lock.get("digest") not in digests]:
-            found[path.name] = f"made with lock {wrong[0].get('digest')}"
-    return found
+    today = {target["digest"] for target in json.loads(lock_path.read_text())["targets"].values()}
+    claimed = [path for path in sorted(folder.glob("*.json")) if json.loads(path.read_text()).get("passed")]
+    return {path.name: why for path in claimed if (why := evidence.why_not(path, today))}
 
 
 def commit(root: pathlib.Path = ROOT) -> str:

@@ -62,4 +62,6 @@ def test_a_record_that_does_not_claim_to_have_passed_is_left_alone(folder):
 def test_the_untouched_wheel_may_stand_beside_the_locked_tree(folder):
     locks = {"off": {"lock": {"state": "pristine", "digest": "today"}},
              "on": {"lock": {"state": "locked", "digest": "today"}}}
-    assert folder(engines=locks) == {}
+    assert folder(verb="unchanged", engines=locks) == {}
+    assert "r.json" in folder(engines=locks)
+    assert "r.json" in folder(verb="unchanged", engines={"off": locks["off"]})
