@@ -44,11 +44,11 @@ def _of_actor(actor, sequences, draws, micro) -> tuple[list[dict], list[torch.Te
     """({logprobs and gradients by name} for each loss, the experts that were chosen: the same every time)."""
     found = []
     for signs in draws:
-        values, choices = _accumulate(actor, sequences, signs, micro)
+        values, parts = accumulate(actor, sequences, signs, micro, _noted)
         gradients = {name: g.detach().double().clone() for name, g in actor.gradients().items()}
         found.append({VALUES: values} | gradients)
         actor.ddp.zero_grad_buffer()
-    return found, choices
+    return found, [torch.cat(layer) for layer in zip(*parts, strict=True)]
 
 
 def _row(name: str, found, expected, usual, engine: str, factor) -> dict:
@@ -63,24 +63,24 @@ def _signs(sequences: list[torch.Tensor], draw: int) -> list[torch.Tensor]:
     return [(torch.randint(0, 2, (len(s) - 1,), generator=generator) * 2 - 1).to(s.device) for s in sequences]
 
 
-def _accumulate(actor, sequences, signs, micro) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Fills the actor's gradient buffers; the logprobs, and by MoE layer the chosen experts, of all tokens."""
+def accumulate(actor, sequences, signs, micro, noting) -> tuple[torch.Tensor, list]:
+    """Fills the actor's gradient buffers; the logprobs of all tokens, and what `noting(model)` noted by micro-batch."""
     from megatron.zero_mismatch.packing import pack
 
-    layers, values, chosen, begin = actor.model.shape.pattern.count("E"), [], [], 0
+    values, parts, begin = [], [], 0
     while begin < len(sequences):
         end = begin + 1
         while end < len(sequences) and sum(map(len, sequences[begin:end + 1])) <= micro:
             end += 1
         tokens, packed = pack(sequences[begin:end])
         weight = torch.cat([torch.nn.functional.pad(s, (1, 0)) for s in signs[begin:end]]).float()
-        with _noted(actor.model) as ids:
+        with noting(actor.model) as noted:
             logprobs = actor.logprobs(tokens, packed)
-        chosen.append(ids)
+        parts.append(noted)
         values.append(logprobs.detach()[packed.positions > 0])
         (logprobs * weight).sum().backward()
         begin = end
-    return torch.cat(values), [torch.cat([ids[layer] for ids in chosen]) for layer in range(layers)]
+    return torch.cat(values), parts
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from prove.gradients import DRAWS, VALUES, _signs
+from prove.gradients import DRAWS, VALUES, _signs, accumulate
 from prove.reference_deepseek_v4 import Reference
 
 # Each in the backward alone: a router that learns nothing, mHC's mixing matrix transposed, a norm whose length does not
@@ -90,25 +90,11 @@ def _held(rows: list[dict], sizes: dict[str, int]) -> list[dict]:
 
 def _of_actor(actor, sequences, signs, micro):
     """Fills the actor's gradient buffers -> (logprobs, (experts by layer, rows by compressed layer) of all tokens)."""
-    from megatron.zero_mismatch.packing import pack
-
-    values, parts, begin = [], [], 0
-    while begin < len(sequences):
-        end = begin + 1
-        while end < len(sequences) and sum(map(len, sequences[begin:end + 1])) <= micro:
-            end += 1
-        tokens, packed = pack(sequences[begin:end])
-        weight = torch.cat([torch.nn.functional.pad(s, (1, 0)) for s in signs[begin:end]]).float()
-        with _noted(actor.model) as noted:
-            logprobs = actor.logprobs(tokens, packed)
-        parts.append(noted)
-        values.append(logprobs.detach()[packed.positions > 0])
-        (logprobs * weight).sum().backward()
-        begin = end
+    values, parts = accumulate(actor, sequences, signs, micro, _noted)
     experts, rows = ([torch.cat(layer) for layer in zip(*(part[kind] for part in parts), strict=True)]
                      for kind in (0, 1))
     compressed = [i for i, ratio in enumerate(actor.model.shape.ratios) if ratio == 4]
-    return torch.cat(values), (experts, dict(zip(compressed, rows, strict=True)))
+    return values, (experts, dict(zip(compressed, rows, strict=True)))
 
 
 @contextlib.contextmanager
