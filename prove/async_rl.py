@@ -79,20 +79,17 @@ def async_rl(recipe: Recipe, ui: UI, settings: Settings, *, out: pathlib.Path, l
     engine = Engine(start, backend=backend, env=environment | env, log=logs / f"async-{subject}.log", timeout=budget,
                     on_event=lambda event: _event(ui, event))
     with engine:
-        site = pathlib.Path(engine.info["vllm_path"]).parent
-        kept.engine("learner and worker", engine.info, start["flags"], environment, record.bind(site))
-        kept.data["actor_lock"] = record.bind(site, "megatron")
+        kept.engine("learner and worker", engine.info, start["flags"], environment)
+        kept.actor(engine.info)
         parts = _Parts(Trainer(engine, deadline), settings, recipe.vocab, folder, kept, ui)
         parts.run()
-    locked = all(lock["state"] == "locked" for lock in
-                 (kept.data["actor_lock"], kept.data["engines"]["learner and worker"]["lock"]))
     summary = summarise(kept.data["rows"], settings)
     if "resumed" in kept.data:
         summary["stopped_and_resumed"] = same_state(kept.data["stopped"], kept.data["resumed"])
     for name, value in summary.items():
         ui.say(f"{name}: {value}")
     checks = ("equal", "every_task_once", "was_asynchronous", "learned", "stopped_and_resumed")
-    kept.finish(locked and summary["updates"] == settings.updates and summary["throughput"] is not None,
+    kept.finish(kept.locked and summary["updates"] == settings.updates and summary["throughput"] is not None,
                 all(summary.get(check) for check in checks), summary=summary)
     return kept.data
 

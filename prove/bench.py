@@ -85,8 +85,7 @@ class Pair:
             self.close()
             raise failed
         for name, engine in self.engines.items():
-            lock = record.bind(pathlib.Path(engine.info["vllm_path"]).parent)
-            kept.engine(name, engine.info, sides[name][0]["flags"], sides[name][1], lock)
+            lock = kept.engine(name, engine.info, sides[name][0]["flags"], sides[name][1])
             ui.note(f"{name} started in {engine.info['start_seconds']} s; lock: {lock['state']}")
 
     def call(self, name: str, op: str, **arguments):
@@ -192,6 +191,6 @@ def bench(recipe: Recipe, ui: UI, *, concurrent: int, prompt_tokens: int, out_to
     floor = settings.get("floor", 0.88)
     ui.say(f"off {result['off']:,.0f} tok/s, on {result['on']:,.0f} tok/s: ratio {result['ratio']:.3f} "
            f"(pairs {', '.join(f'{p:.3f}' for p in result['pairs'])}; at least {floor} wanted)")
-    locked = all(e["lock"]["state"] == "locked" for e in kept.data["engines"].values())
-    kept.finish(locked and len(result["pairs"]) == runs, result["ratio"] >= floor, locked=locked, **result, floor=floor)
+    kept.finish(kept.locked and len(result["pairs"]) == runs, result["ratio"] >= floor, locked=kept.locked, **result,
+                floor=floor)
     return kept.data

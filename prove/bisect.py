@@ -81,8 +81,7 @@ def bisect(recipe: Recipe, ui: UI, *, arms: tuple[str, str], tokens: int, invari
     start, environment = engine_start(recipe, invariant, {"enforce_eager": True})
     with Engine(start, backend=backend, env=environment | env, log=logs / "bisect.log",
                 on_event=lambda event: _event(ui, event), timeout=budget) as engine:
-        kept.engine("eager", engine.info, start["flags"], environment,
-                    record.bind(pathlib.Path(engine.info["vllm_path"]).parent))
+        kept.engine("eager", engine.info, start["flags"], environment)
 
         def call(op: str, **arguments):
             return engine.call(op, timeout=max(1.0, deadline - time.monotonic()), **arguments)

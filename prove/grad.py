@@ -51,9 +51,8 @@ def grad(recipe: Recipe, ui: UI, *, out: pathlib.Path, logs: pathlib.Path, budge
     batch = sequences(recipe.vocab)
     with Engine(start, backend=backend, env=environment | env, log=logs / "grad.log", timeout=budget,
                 on_event=lambda event: _event(ui, event)) as engine:
-        lock = record.bind(pathlib.Path(engine.info["vllm_path"]).parent)
-        kept.engine("only", engine.info, start["flags"], environment, lock)
-        kept.data["actor_lock"] = record.bind(pathlib.Path(engine.info["vllm_path"]).parent, "megatron")
+        kept.engine("only", engine.info, start["flags"], environment)
+        kept.actor(engine.info)
 
         def call(op: str, **arguments):
             return engine.call(op, timeout=max(1.0, deadline - time.monotonic()), **arguments)
@@ -75,6 +74,5 @@ def grad(recipe: Recipe, ui: UI, *, out: pathlib.Path, logs: pathlib.Path, budge
             caught[fault] = len(over)
             ui.say(f"planted {fault}: {len(over)} parameters over their bound"
                    + (f", first {over[0]['parameter']}" if over else ": NOT caught"))
-    locked = lock["state"] == kept.data["actor_lock"]["state"] == "locked"
-    kept.finish(locked, not bad and all(caught.values()), caught=caught)
+    kept.finish(kept.locked, not bad and all(caught.values()), caught=caught)
     return kept.data

@@ -76,10 +76,24 @@ class Record:
             "arguments": arguments, "engines": {}, "rows": [], "complete": False, "passed": False,
         }
 
-    def engine(self, name: str, info: dict, flags: dict, env: dict, lock: dict) -> None:
+    def engine(self, name: str, info: dict, flags: dict, env: dict) -> dict:
+        """Keeps what started and which tree it is; returns the latter."""
         kept = {k: v for k, v in info.items() if k != "vllm_path"}  # a path of the machine, of no use elsewhere
+        lock = bind(_site(info))
         self.data["engines"][name] = {**kept, "flags": _portable(flags), "env": env, "lock": lock}
         self.write()
+        return lock
+
+    def actor(self, info: dict) -> None:
+        """The trainer beside that engine: its tree is bound as well."""
+        self.data["actor_lock"] = bind(_site(info), "megatron")
+
+    @property
+    def locked(self) -> bool:
+        """Whether everything that ran was a tree that patchset.lock names."""
+        locks = [engine["lock"] for engine in self.data["engines"].values()]
+        locks += [self.data["actor_lock"]] if "actor_lock" in self.data else []
+        return bool(locks) and all(lock["state"] == "locked" for lock in locks)
 
     def row(self, row: dict) -> None:
         self.data["rows"].append(row)
@@ -94,6 +108,10 @@ class Record:
         partial = self.path.with_suffix(".json.partial")
         partial.write_text(json.dumps(self.data, indent=1, allow_nan=False) + "\n")
         os.replace(partial, self.path)
+
+
+def _site(info: dict) -> pathlib.Path:
+    return pathlib.Path(info["vllm_path"]).parent
 
 
 def _portable(flags: dict) -> dict:

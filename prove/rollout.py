@@ -194,9 +194,8 @@ class Runner:
             self._skip(planned, f"its engine did not start: {str(error).splitlines()[0]}")
             return
         with engine:
-            lock = record.bind(pathlib.Path(engine.info["vllm_path"]).parent)
             with self.lock:
-                self.kept.engine(name, engine.info, start["flags"], environment, lock)
+                lock = self.kept.engine(name, engine.info, start["flags"], environment)
                 self.digests.add(engine.info["weights"])
             self.ui.note(f"engine {name} started in {engine.info['start_seconds']} s; lock: {lock['state']}")
             self._cases(engine, planned, advance)
@@ -244,9 +243,8 @@ def rollout(recipe: Recipe, ui: UI, *, names: list[str] | None, tokens: int, inv
         for future in [pool.submit(runner.run, name, planned, advance) for name, planned in engines.items()]:
             future.result()
     rows, digests = runner.rows, runner.digests
-    locked = all(e["lock"]["state"] == "locked" for e in kept.data["engines"].values()) and bool(kept.data["engines"])
-    complete = locked and len(digests) == 1 and all(r["state"] in ("equal", "differs") for r in rows)
-    kept.finish(complete, all(r["state"] == "equal" for r in rows), locked=locked, weights_equal=len(digests) == 1)
+    complete = kept.locked and len(digests) == 1 and all(r["state"] in ("equal", "differs") for r in rows)
+    kept.finish(complete, all(r["state"] == "equal" for r in rows), locked=kept.locked, weights_equal=len(digests) == 1)
     return kept.data
 
 

@@ -108,9 +108,8 @@ def train(recipe: Recipe, ui: UI, *, updates: int, groups: int, answers: int, to
         first, second = pool.map(begin, ("first", "restored"))
     with first.engine, second.engine:
         for name, trainer in (("first", first), ("restored", second)):
-            lock = record.bind(pathlib.Path(trainer.engine.info["vllm_path"]).parent)
-            kept.engine(name, trainer.engine.info, start["flags"], environment, lock)
-        kept.data["actor_lock"] = record.bind(pathlib.Path(first.engine.info["vllm_path"]).parent, "megatron")
+            kept.engine(name, trainer.engine.info, start["flags"], environment)
+        kept.actor(first.engine.info)
         kept.data["actor"] = first.call("actor", lr=lr)
         rows, again = [], None
         for step in range(updates):
@@ -129,14 +128,12 @@ def train(recipe: Recipe, ui: UI, *, updates: int, groups: int, answers: int, to
                 again = None
             if step + 1 == restore_after:
                 again = first.call("save", folder=str(folder))
-    locks = [kept.data["actor_lock"], *(engine["lock"] for engine in kept.data["engines"].values())]
-    locked = all(lock["state"] == "locked" for lock in locks)
     ok = all(row["scored"]["equal"] and row["trained"]["equal"] and row.get("same", True) for row in rows)
     curve = [row["reward"] for row in rows if row["case"].startswith("update")]
     gain = _gain(curve)
     restored = any(row["case"] == "restored" for row in rows)
     ui.say(f"reward by token: {curve[0]:.3f} -> {curve[-1]:.3f}; tenths of the run, first to last: {gain}")
-    kept.finish(locked and restored, ok and gain["last"] > gain["first"], curve=curve, gain=gain)
+    kept.finish(kept.locked and restored, ok and gain["last"] > gain["first"], curve=curve, gain=gain)
     return kept.data
 
 

@@ -64,7 +64,7 @@ def test_an_incomplete_run_cannot_pass(tmp_path):
 
 def test_no_path_of_the_machine_reaches_a_record(tmp_path):
     kept = record.Record("rollout", "m", {}, tmp_path)
-    kept.engine("graph", {"gpu": "g", "vllm_path": "/somewhere/vllm"}, {"model": "/here/tiny", "seed": 0}, {}, {})
+    kept.engine("graph", {"gpu": "g", "vllm_path": "/somewhere/vllm"}, {"model": "/here/tiny", "seed": 0}, {})
     assert "/somewhere" not in kept.path.read_text() and "/here" not in kept.path.read_text()
 
 
