@@ -90,7 +90,7 @@ def _held(rows: list[dict], sizes: dict[str, int]) -> list[dict]:
 
 def _of_actor(actor, sequences, signs, micro):
     """Fills the actor's gradient buffers -> (logprobs, (experts by layer, rows by compressed layer) of all tokens)."""
-    values, parts = accumulate(actor, sequences, signs, micro, _noted)
+    values, parts = accumulate(actor, sequences, signs, micro, noted)
     experts, rows = ([torch.cat(layer) for layer in zip(*(part[kind] for part in parts), strict=True)]
                      for kind in (0, 1))
     compressed = [i for i, ratio in enumerate(actor.model.shape.ratios) if ratio == 4]
@@ -98,31 +98,31 @@ def _of_actor(actor, sequences, signs, micro):
 
 
 @contextlib.contextmanager
-def _noted(model):
+def noted(model):
     """Collects ([experts], [rows]) by layer while it is open; a backward that recomputes a layer comes later."""
     from megatron.zero_mismatch import indexer
 
-    original, noted, live, select = model.run.kernels, ([], []), [True], indexer.select
+    original, found, live, select = model.run.kernels, ([], []), [True], indexer.select
 
     def note(kernel):
         def called(*arguments):
             weights, ids = kernel(*arguments)
             if live:
-                noted[0].append(ids)
+                found[0].append(ids)
             return weights, ids
         return called
 
     def selected(*arguments):
         chosen = select(*arguments)
         if live:
-            noted[1].append(chosen)
+            found[1].append(chosen)
         return chosen
 
     router = original.router._replace(top_k=note(original.router.top_k), hashed=note(original.router.hashed))
     model.run.kernels = dataclasses.replace(original, router=router)
     try:
         with mock.patch.object(indexer, "select", selected):
-            yield noted
+            yield found
     finally:
         model.run.kernels = original
         live.clear()

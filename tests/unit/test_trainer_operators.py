@@ -86,7 +86,7 @@ def _without_routing_gradient(*arguments):
 
 # name: (module, what to break there, how): each a slip of the derivative alone.
 FAULTS = {
-    "rms_norm": (norm, "_norm_backward", lambda grad, x, weight, eps: (grad * weight, grad.sum(0))),
+    "rms_norm": (norm, "rms_grad", lambda grad, x, weight, eps: (grad * weight, grad.sum(0))),
     "attention": (attention, "_rows", lambda x, rows: x.unflatten(1, (rows, -1)).permute(1, 0, 2, 3).flatten(1, 2)),
     "experts": (experts, "_one_expert", _without_routing_gradient),
     "mamba2": (mamba2, "_carried", lambda b, decay, scaled, share, grid: (

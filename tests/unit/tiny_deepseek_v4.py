@@ -30,11 +30,15 @@ def _expert_table(param, generator):
     param.copy_(scores.topk(param.shape[1], dim=-1).indices.to(param.dtype))
 
 
-def model() -> DeepseekV4:
-    """Filled by the recipe's rules; a projection that the engine holds in FP8 gets rows of variance 1 / fan-in."""
-    made = DeepseekV4(Shape.from_hf(CONFIG), kernels_dsv4.reference(), tables())
+def fill(made: DeepseekV4, *other: tuple) -> DeepseekV4:
+    """By the recipe's rules; a projection that the engine holds in FP8 gets rows of variance 1 / fan-in. `other`: names
+    of the recipe's rules, each with the rule to take instead."""
     recipe = load(RECIPE / "tiny" / "weights.py")
-    other = {recipe._fp8: recipe._normal_by_row(1.0), recipe._expert_table: _expert_table}
-    recipe.RULES = [(pattern, other.get(rule, rule)) for pattern, rule in recipe.RULES]
+    instead = {recipe._fp8: recipe._normal_by_row(1.0), **{getattr(recipe, name): rule for name, rule in other}}
+    recipe.RULES = [(pattern, instead.get(rule, rule)) for pattern, rule in recipe.RULES]
     recipe.fill(made)
     return made
+
+
+def model() -> DeepseekV4:
+    return fill(DeepseekV4(Shape.from_hf(CONFIG), kernels_dsv4.reference(), tables()), ("_expert_table", _expert_table))

@@ -11,16 +11,13 @@ give the same bits. Gradients: x, W1, W2 and the routing weights; the ids have n
 import torch
 
 from .packing import wide
+from .relu2 import reference as relu2
 
 
 def _groups(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, list[int]]:
     """(the flat slots in the order of their expert, stable; the number of slots of each expert)."""
     flat = ids.flatten().long()
     return torch.argsort(flat, stable=True), torch.bincount(flat, minlength=experts).tolist()
-
-
-def _relu2(hidden: torch.Tensor) -> torch.Tensor:
-    return wide(hidden).clamp(min=0).square().to(hidden.dtype)
 
 
 class _Experts(torch.autograd.Function):
@@ -51,7 +48,7 @@ class _Experts(torch.autograd.Function):
 def _one_expert(x, grad, weight, w1, w2):
     """x, grad: [rows, hidden], weight: [rows] -> (dx, dweight, dw1, dw2)."""
     hidden = x @ w1.T
-    active = _relu2(hidden)
+    active = relu2(hidden)
     to_active = grad @ w2
     dweight = (wide(to_active) * wide(active)).sum(-1)
     dhidden = (wide(to_active) * weight[:, None] * 2 * wide(hidden).clamp(min=0)).to(x.dtype)
@@ -72,7 +69,7 @@ def reference(x, w1, w2, weights, ids) -> torch.Tensor:
     rows = []
     for expert, own in enumerate(slots.split(counts)):
         hidden = (wide(x[own // k]) @ wide(w1[expert]).T).to(x.dtype)
-        out = wide(_relu2(hidden)) @ wide(w2[expert]).T * weights.flatten()[own][:, None]
+        out = wide(relu2(hidden)) @ wide(w2[expert]).T * weights.flatten()[own][:, None]
         rows.append(out.to(x.dtype))
     back = torch.empty_like(slots)
     back[slots] = torch.arange(slots.numel(), device=slots.device)

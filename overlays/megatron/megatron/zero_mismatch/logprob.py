@@ -12,7 +12,7 @@ the logits' dtype, dh = dz W, dW accumulated in fp32 over the blocks. Gradients:
 """
 import torch
 
-from .packing import wide
+from .packing import Packed, wide
 
 # Tokens of one block: 512 rows of a 131,072-word vocabulary are 128 MiB of BF16 logits.
 BLOCK = 512
@@ -48,6 +48,19 @@ class _LogProb(torch.autograd.Function):
 def logprob(linear, kernel, hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """hidden: [rows, K], weight: [vocabulary, K], tokens: [rows] int64 -> [rows] fp32."""
     return _LogProb.apply(linear, kernel, hidden, weight, tokens)
+
+
+def of_packed(linear, kernel, states, weight: torch.Tensor, tokens: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """tokens: [tokens] int64 -> the logprob of each token under those before it in its sequence, fp32 [tokens]; 0 for a
+    sequence's first token, which nothing predicts. states(tokens, packed): [tokens, K], what the head sees."""
+    if packed.tokens != tokens.numel():
+        raise ValueError(f"found {tokens.numel()} tokens for lengths that sum to {packed.tokens}, expected as many")
+    if max(packed.lengths) < 2:
+        raise ValueError("found sequences of one token only, expected a longer one; there is nothing to predict")
+    predicted = packed.positions > 0
+    before = states(tokens, packed)[:-1][predicted[1:]]
+    found = logprob(linear, kernel, before, weight, tokens[predicted])
+    return found.new_zeros(tokens.numel()).masked_scatter(predicted, found)
 
 
 def reference(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

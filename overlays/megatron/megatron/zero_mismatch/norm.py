@@ -13,16 +13,8 @@ Gradients: x, residual, gate and weight. Sums over tokens for dw run in fp32 and
 import torch
 
 from .packing import wide
+from .rms import rms_grad
 from .ste import replayed
-
-
-def _norm_backward(grad, x, weight, eps):
-    """(dx, dw) in the wide type."""
-    grad, x, weight = wide(grad), wide(x), wide(weight)
-    rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) / x.shape[-1] + eps)
-    weighted = grad * weight
-    along = (weighted * x).sum(-1, keepdim=True) / x.shape[-1]
-    return rstd * weighted - rstd**3 * along * x, (grad * x * rstd).sum(0)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -36,7 +28,7 @@ class _RMSNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        dx, dw = _norm_backward(grad, x, weight, ctx.eps)
+        dx, dw = rms_grad(grad, x, weight, ctx.eps)
         return None, dx.to(x.dtype), dw.to(weight.dtype), None
 
 
@@ -52,7 +44,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, grad_total):
         total, weight = ctx.saved_tensors
-        dx, dw = _norm_backward(grad, total, weight, ctx.eps)
+        dx, dw = rms_grad(grad, total, weight, ctx.eps)
         dx = (dx + wide(grad_total)).to(total.dtype)
         return None, dx, dx, dw.to(weight.dtype), None
 

@@ -190,17 +190,9 @@ class NemotronH(nn.Module):
         self.lm_head = Weight(shape.vocab, shape.hidden, dtype=dtype)
 
     def forward(self, tokens: torch.Tensor, packed: Packed) -> torch.Tensor:
-        """tokens: [tokens] int64 -> the logprob of each token under those before it in its sequence, fp32 [tokens];
-        0 for a sequence's first token, which nothing predicts."""
-        if packed.tokens != tokens.numel():
-            raise ValueError(f"found {tokens.numel()} tokens for lengths that sum to {packed.tokens}, expected as many")
-        if max(packed.lengths) < 2:
-            raise ValueError("found sequences of one token only, expected a longer one; there is nothing to predict")
-        hidden, k = self.hidden(tokens, packed), self.kernels
-        predicted = packed.positions[1:] > 0
-        target = tokens[1:][predicted]
-        found = logprob.logprob(k.linear, k.logprob, hidden[:-1][predicted], self.lm_head.weight, target)
-        return found.new_zeros(tokens.numel()).masked_scatter(packed.positions > 0, found)
+        """The logprob of each token, fp32 [tokens]: logprob.of_packed."""
+        k = self.kernels
+        return logprob.of_packed(k.linear, k.logprob, self.hidden, self.lm_head.weight, tokens, packed)
 
     def hidden(self, tokens: torch.Tensor, packed: Packed) -> torch.Tensor:
         """The states that lm_head sees: [tokens, hidden]."""
