@@ -19,6 +19,9 @@ except ModuleNotFoundError as error:
              "start it with the interpreter that the patched vLLM is installed for (docs/install.md)")
 
 
+TURN = "start at once, but time only while holding this file's lock: commands that share a machine time in turns"
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m prove", description="Proofs on a GPU; records go to evidence/.")
     verbs = top.add_subparsers(dest="verb", required=True)
@@ -60,14 +63,16 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--prompt-tokens", type=int, default=150, help="tokens in each prompt (default 150)")
     one.add_argument("--out-tokens", type=int, default=3000, help="most tokens sampled by each (default 3000)")
     one.add_argument("--seconds", type=float, default=120.0, help="a run samples what fits this time (default 120)")
-    one.add_argument("--runs", type=int, default=3, help="pairs of runs (default 3)")
+    one.add_argument("--runs", type=int, default=5, help=f"most pairs of runs (default 5; {bench.PAIRS} are needed)")
+    one.add_argument("--turn", type=pathlib.Path, metavar="FILE", help=TURN)
 
     one = verb("unchanged", "batch invariance off: the patched engine against the wheel as it came")
     one.add_argument("--pristine", type=pathlib.Path, required=True, help="a folder that holds the untouched vllm")
     one.add_argument("--tokens", type=int, default=2000, help="sampled tokens compared (default 2000)")
     one.add_argument("--concurrent", type=int, default=256, help="requests at once when timing (default 256)")
     one.add_argument("--out-tokens", type=int, default=512, help="tokens sampled by each when timing (default 512)")
-    one.add_argument("--runs", type=int, default=3, help="pairs of runs (default 3)")
+    one.add_argument("--runs", type=int, default=5, help=f"most pairs of runs (default 5; {bench.PAIRS} are needed)")
+    one.add_argument("--turn", type=pathlib.Path, metavar="FILE", help=TURN)
 
     one = verb("train", "rollout against trainer, word by word, before every update; restore; learn")
     one.add_argument("--updates", type=int, default=50, help="optimizer steps (default 50)")
@@ -103,7 +108,10 @@ def environment(args) -> dict[str, str]:
              "TRANSFORMERS_OFFLINE": "1"}
     if args.cache:
         args.cache.mkdir(parents=True, exist_ok=True)
-        fixed |= {"HOME": str(args.cache.resolve()), "XDG_CACHE_HOME": str(args.cache.resolve() / ".cache")}
+        home = args.cache.resolve()
+        # Where torch.compile is used, vLLM would move Triton's cache under a hash of the engine's flags.
+        fixed |= {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache"),
+                  "TRITON_CACHE_DIR": str(home / ".triton" / "cache")}
     return fixed
 
 
@@ -123,11 +131,12 @@ def run(args, screen: ui.UI) -> dict:
                                    patches=args.patches.split(",") if args.patches else None, **common)
         case "bench":
             return bench.bench(made, screen, concurrent=args.concurrent, prompt_tokens=args.prompt_tokens,
-                               out_tokens=args.out_tokens, seconds=args.seconds, runs=args.runs, **common)
+                               out_tokens=args.out_tokens, seconds=args.seconds, runs=args.runs, turn=args.turn,
+                               **common)
         case "unchanged":
             return unchanged.unchanged(made, screen, pristine=args.pristine, tokens=args.tokens,
                                        concurrent=args.concurrent, out_tokens=args.out_tokens, runs=args.runs,
-                                       **common)
+                                       turn=args.turn, **common)
         case "train":
             return train.train(made, screen, updates=args.updates, groups=args.groups, answers=args.answers,
                                tokens=args.out_tokens, lr=args.lr, restore_after=args.restore_after, **common)

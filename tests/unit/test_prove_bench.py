@@ -1,11 +1,16 @@
 """Throughput and unchanged-ness on a fake engine: ratios of pairs, the operator table, what counts as noise."""
+import fcntl
 import hashlib
 import json
+import os
 import pathlib
+import subprocess
+import sys
+import time
 
 import pytest
 
-from prove import bench, recipe, record, ui, unchanged
+from prove import bench, machine, recipe, record, ui, unchanged
 from prove.engine import EngineError
 
 FAKE = str(pathlib.Path(__file__).with_name("prove_fake.py"))
@@ -35,7 +40,7 @@ def made(tmp_path, monkeypatch):
 
 def run_bench(made, tmp_path, **changes):
     return bench.bench(made, ui.UI(json_only=True), **{
-        "concurrent": 4, "prompt_tokens": 5, "out_tokens": 500, "seconds": 1.0, "runs": 3,
+        "concurrent": 4, "prompt_tokens": 5, "out_tokens": 500, "seconds": 1.0, "runs": 3, "turn": None,
         "out": tmp_path, "logs": tmp_path / "logs", "budget": 100.0,
         "env": {"FAKE_SITE": str(tmp_path / "site")}, "backend": FAKE, **changes})
 
@@ -44,7 +49,7 @@ def run_unchanged(made, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "Pair", pair_with_own_sites(tmp_path))
     monkeypatch.setattr(unchanged, "Pair", bench.Pair)
     return unchanged.unchanged(made, ui.UI(json_only=True), pristine=tmp_path / "pristine", tokens=100, concurrent=4,
-                               out_tokens=10, runs=2, out=tmp_path, logs=tmp_path / "logs", budget=100.0,
+                               out_tokens=10, runs=2, turn=None, out=tmp_path, logs=tmp_path / "logs", budget=100.0,
                                env={}, backend=FAKE)
 
 
@@ -71,7 +76,7 @@ def test_what_kernels_do_not_fill_of_a_step_can_be_read_off(made, tmp_path):
     data = run_bench(made(), tmp_path)
     assert data["step_us"] == pytest.approx({"off": 4000.0, "on": 4444.444})  # 4 rows at 1,000 and 900 tokens a second
     assert data["kernels_us"] == {"off": 150.0, "on": 180.0}
-    assert bench.step_us({"off": [{"decode_tokens_per_second": 0.0}]}, 4) == {"off": 0.0}
+    assert bench.step_us({"off": 0.0, "on": 8.0}, 4) == {"off": 0.0, "on": 500_000.0}
 
 
 def test_a_run_samples_what_fits_on_the_slower_side(made, tmp_path):
@@ -90,7 +95,47 @@ def test_a_bench_cut_short_has_a_ratio_first_and_then_its_reasons(made, tmp_path
     with pytest.raises(KeyboardInterrupt):
         run_bench(made(), tmp_path)
     data = json.loads((tmp_path / "bench-fake.json").read_text())
-    assert data["pairs"] == pytest.approx([0.9]) and not data["complete"] and not data["passed"]
+    assert data["pairs"] == pytest.approx([0.9] * 3) and not data["complete"] and not data["passed"]
+
+
+def test_three_pairs_bear_a_verdict_though_more_were_wanted_and_two_do_not():
+    assert bench.enough({"pairs": [0.9] * 3}, 5) and bench.enough({"pairs": [0.9]}, 1)
+    assert not bench.enough({"pairs": [0.9] * 2}, 5)
+
+
+def test_pairs_stop_where_the_profile_would_not_fit(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "PROFILE_SECONDS", 1000)
+    data = run_bench(made(), tmp_path)
+    assert len(data["pairs"]) == 1 and data["operators"] and not data["complete"]
+
+
+def test_runs_are_timed_on_the_same_cores_and_say_how_busy_the_machine_was(made, tmp_path):
+    data = run_bench(made(), tmp_path)
+    assert data["host"]["cores"] == machine.cores() != []
+    assert all(row["busy_cores"] >= 0 for row in data["rows"])
+    code = "import os, sys\nsys.stdin.read()\nprint(sorted(os.sched_getaffinity(0)))"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        machine.pin(child.pid, machine.cores()[:1])
+        assert json.loads(child.communicate()[0]) == machine.cores()[:1]
+
+
+def test_a_busy_core_is_counted():
+    busy, until = machine.Busy(), time.process_time() + 0.5
+    while time.process_time() < until:
+        pass
+    assert 0.3 < busy.mean() <= os.cpu_count() + 0.5
+
+
+def test_nothing_is_timed_before_its_turn(made, tmp_path):
+    lock, said = tmp_path / "turn", []
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(EngineError, match="no turn on the machine"):
+            run_bench(made(), tmp_path, turn=lock, budget=3.0)
+    assert json.loads((tmp_path / "bench-fake.json").read_text())["rows"] == []
+    assert run_bench(made(), tmp_path, turn=lock)["passed"]
+    with machine.turn(lock, said.append, time.monotonic() + 1):
+        assert said == ["got its turn after 0 s"]
 
 
 def test_both_arms_get_the_flags_of_the_bench_and_the_wanted_kernels_are_compiled(made, tmp_path):

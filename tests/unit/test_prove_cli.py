@@ -12,8 +12,8 @@ OPTIONS = {
     "rollout": {"--cases", "--tokens", "--contrast"},
     "bisect": {"--left", "--right", "--tokens", "--contrast"},
     "counter": {"--site", "--patches", "--tokens", "--at-once"},
-    "bench": {"--concurrent", "--prompt-tokens", "--out-tokens", "--seconds", "--runs"},
-    "unchanged": {"--pristine", "--tokens", "--concurrent", "--out-tokens", "--runs"},
+    "bench": {"--concurrent", "--prompt-tokens", "--out-tokens", "--seconds", "--runs", "--turn"},
+    "unchanged": {"--pristine", "--tokens", "--concurrent", "--out-tokens", "--runs", "--turn"},
     "train": {"--updates", "--groups", "--answers", "--out-tokens", "--lr", "--restore-after"},
     "async": {"--lag", "--updates", "--stop-after", "--synchronous", "--groups", "--answers", "--out-tokens", "--lr"},
     "grad": set(),
@@ -45,7 +45,9 @@ def test_no_engine_is_no_proof(tmp_path, capsys, monkeypatch):
 
 def test_the_cache_folder_becomes_the_engines_home(tmp_path):
     args = cli.parser().parse_args(["warm", "--recipe", "x", "--cache", str(tmp_path / "jit")])
-    assert cli.environment(args)["HOME"] == str(tmp_path / "jit") and (tmp_path / "jit").is_dir()
+    env = cli.environment(args)
+    assert env["HOME"] == str(tmp_path / "jit") and (tmp_path / "jit").is_dir()
+    assert env["TRITON_CACHE_DIR"] == str(tmp_path / "jit" / ".triton" / "cache")  # one for every engine's flags
 
 
 def test_both_arms_of_the_recipe_differ_only_where_it_says():
