@@ -76,7 +76,10 @@ def checked(made: recipe.Recipe, invariant: bool, environment: dict[str, str]) -
     print(f"{made.name}: {command.status_line(made)}", file=sys.stderr)
     if made.status["state"] == "written":
         print(f"  not proven; it lacks: {'; '.join(made.status['missing'])}", file=sys.stderr)
-    found = check.findings(made, check.look(made, environment), invariant)
+    machine = check.look(made, environment)
+    if invariant and (remark := check.unproven_stack(machine)):
+        print(f"  {remark}: run `python3 -m prove rollout` here", file=sys.stderr)
+    found = check.findings(made, machine, invariant)
     if found:
         print(f"{made.name} cannot start here, for {len(found)} reason(s):", file=sys.stderr)
         print("\n".join(f"  {number}. {one}" for number, one in enumerate(found, 1)), file=sys.stderr)

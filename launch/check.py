@@ -6,7 +6,9 @@ A recipe that is planned is refused; one that is written, not proven, starts and
 """
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,7 +17,9 @@ from pathlib import Path
 
 from prove import record
 from prove import recipe_schema as schema
-from prove.recipe import Recipe
+from prove.recipe import ROOT, Recipe
+
+STACK = ("torch", "triton")  # what the bits depend on beside vLLM: their kernels and code generators
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Machine:
     environment: dict[str, str]
     modules: frozenset[str]  # those of the recipe's that can be imported
     engine: dict = field(default_factory=dict)  # prove.record.bind of the vLLM that would be imported; {} without one
+    stack: dict[str, str] = field(default_factory=dict)  # versions of STACK as installed
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,19 @@ def _environment(made: Recipe, machine: Machine, invariant: bool) -> Iterator[Fi
                           "Start with run.sh or `launch serve`; Ray workers need it in runtime_env (`launch ray`).")
 
 
+def unproven_stack(machine: Machine, folder: Path = ROOT / "evidence") -> str | None:
+    """What to say if no record that passed was made with these versions of STACK. A remark, not a finding: the kernels'
+    rules hold on any stack, only nobody has seen it on this one. A record lists an engine's versions."""
+    passed = [data for path in sorted(folder.glob("*.json")) if (data := json.loads(path.read_text()))["passed"]]
+    seen = {tuple(engine["versions"].get(name, "?") for name in STACK)
+            for data in passed for engine in data["engines"].values()}
+    here = tuple(machine.stack.get(name, "none") for name in STACK)
+    if not seen or here in seen:
+        return None
+    said = [" and ".join(map(" ".join, zip(STACK, versions, strict=True))) for versions in (here, *sorted(seen))]
+    return f"{said[0]} here; every record in evidence/ was made with {' or '.join(said[1:])}"
+
+
 def look(made: Recipe, environment: dict[str, str] | None = None,
          run: Callable[[list[str]], str | None] | None = None) -> Machine:
     """This machine. `environment` is what the engine would get; by default this process's own."""
@@ -94,7 +112,16 @@ def look(made: Recipe, environment: dict[str, str] | None = None,
     wanted = made.section("requires").get("modules", ())
     return Machine((_rocm_gpus if rocm else _cuda_gpus)(run or _output), dict(environment or os.environ),
                    frozenset(name for name in wanted if importlib.util.find_spec(name)),
-                   record.bind(Path(folders[0]).parent) if folders else {})
+                   record.bind(Path(folders[0]).parent) if folders else {},
+                   {name: version for name in STACK if (version := _version(name))})
+
+
+def _version(name: str) -> str | None:
+    """With torch's local part, +cu130, as an engine reports it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _output(command: list[str]) -> str | None:

@@ -9,7 +9,9 @@ import sys
 import tempfile
 
 try:
-    from prove import async_rl, bench, bisect, cases, counter, grad, recipe, record, rollout, train, ui, unchanged, warm
+    from prove import (
+        async_rl, bench, bisect, cases, counter, grad, recipe, record, rollout, served, train, ui, unchanged, warm,
+    )
     from prove.engine import EngineError
     from prove.recipe import ROOT
 except ModuleNotFoundError as error:
@@ -45,6 +47,10 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--cases", help="only these, comma separated: " + ", ".join(cases.BY_NAME))
     one.add_argument("--tokens", type=int, default=20000, help="sampled tokens in the workload (default 20000)")
     one.add_argument("--contrast", action="store_true", help="the same with batch invariance off")
+
+    one = verb("served", "a running server, on any number of GPUs, compared with itself over HTTP")
+    one.add_argument("--url", default="http://localhost:8000", help="where it listens (default http://localhost:8000)")
+    one.add_argument("--tokens", type=int, default=20000, help="sampled tokens in the workload (default 20000)")
 
     one = verb("bisect", "name the first layer and operator where two ways of running a request part")
     one.add_argument("--left", default="decode", help="one way: " + ", ".join(bisect.ARMS))
@@ -116,7 +122,10 @@ def environment(args) -> dict[str, str]:
 
 
 def run(args, screen: ui.UI) -> dict:
-    made = recipe.require_one_gpu(recipe.load(args.recipe, args.tiny))
+    made = recipe.load(args.recipe, args.tiny)
+    if args.verb == "served":
+        return served.served(made, screen, url=args.url, tokens=args.tokens, out=args.out, budget=args.budget)
+    recipe.require_one_gpu(made)
     common = {"out": args.out, "logs": args.logs, "budget": args.budget, "env": environment(args)}
     match args.verb:
         case "rollout":

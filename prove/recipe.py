@@ -111,7 +111,8 @@ def _read(path: pathlib.Path, root: pathlib.Path) -> dict:
 def require_one_gpu(made: Recipe) -> Recipe:
     """The proofs drive one engine on one GPU (prove/README.md). Raises ValueError for a recipe of several."""
     if (gpus := made.layout("rollout")["nodes"] * made.layout("rollout")["gpus"]) > 1:
-        raise ValueError(f"{made.name} runs on {gpus} GPUs, and the proofs drive one; prove its small model instead")
+        raise ValueError(f"{made.name} runs on {gpus} GPUs, and this proof drives one engine: prove its small model, "
+                         "or a running server (prove served)")
     return made
 
 

@@ -121,7 +121,7 @@ def test_there_are_eleven_gates_each_with_a_command_and_a_pass_condition():
     for gate, section in gates().items():
         assert re.search(r"^python3 -m prove \w+ --recipe", section, re.MULTILINE), gate
         assert "**Passes** if" in section, gate
-        assert states()[gate] in ("ready", "planned"), gate
+        assert states()[gate] == "ready", gate
 
 
 def test_the_skill_says_when_to_use_it_and_names_every_guide():

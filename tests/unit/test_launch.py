@@ -69,6 +69,30 @@ def test_a_planned_recipe_refuses_and_any_other_says_its_status(name, capsys, mo
     assert made.status["state"] == "proven" or all(one in text for one in made.status["missing"])
 
 
+def recorded(folder, passed=True, **versions) -> None:
+    stack = {"torch": "2.11.0+cu130", "triton": "3.6.0"} | versions
+    data = {"passed": passed, "engines": {"graph": {"versions": stack}}}
+    (folder / f"rollout-{len(list(folder.iterdir()))}.json").write_text(json.dumps(data))
+
+
+def test_a_stack_that_no_passed_record_was_made_on_is_said(tmp_path):
+    recorded(tmp_path)
+    recorded(tmp_path, passed=False, torch="2.14.0")
+    here = {"torch": "2.14.0", "triton": "3.8.0"}
+    said = check.unproven_stack(machine(FLASH, stack=here), tmp_path)
+    assert said == ("torch 2.14.0 and triton 3.8.0 here; every record in evidence/ was made with "
+                    "torch 2.11.0+cu130 and triton 3.6.0")
+    assert check.unproven_stack(machine(FLASH, stack={"torch": "2.11.0+cu130", "triton": "3.6.0"}), tmp_path) is None
+
+
+def test_the_check_says_the_stack_and_is_not_stopped_by_it(monkeypatch, capsys):
+    monkeypatch.setattr(check, "look", lambda made, environment: machine(made, stack={"torch": "9"}))
+    assert launch.checked(FLASH, True, {}) == 0
+    assert "torch 9 and triton none here" in capsys.readouterr().err
+    launch.checked(FLASH, False, {})
+    assert "triton" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_ray_workers_get_every_variable_of_the_recipe(name):
     made = recipe.load(name, None)

@@ -10,6 +10,7 @@ from prove import recipe
 COMMON = {"--help", "--recipe", "--tiny", "--json", "--out", "--logs", "--commit", "--cache", "--budget"}
 OPTIONS = {
     "rollout": {"--cases", "--tokens", "--contrast"},
+    "served": {"--url", "--tokens"},
     "bisect": {"--left", "--right", "--tokens", "--contrast"},
     "counter": {"--site", "--patches", "--tokens", "--at-once"},
     "bench": {"--concurrent", "--prompt-tokens", "--out-tokens", "--seconds", "--runs", "--turn"},

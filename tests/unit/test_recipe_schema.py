@@ -124,7 +124,7 @@ def test_a_base_that_does_not_exist_is_named_with_those_that_do(folder):
 
 
 def test_the_proofs_refuse_a_recipe_of_several_gpus():
-    with pytest.raises(ValueError, match="deepseek-v4-flash runs on 8 GPUs, and the proofs drive one"):
+    with pytest.raises(ValueError, match="deepseek-v4-flash runs on 8 GPUs, and this proof drives one"):
         recipe.require_one_gpu(recipe.load("deepseek-v4-flash", None))
     assert recipe.require_one_gpu(recipe.load("deepseek-v4", "tiny")).name == "deepseek-v4"
 

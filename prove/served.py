@@ -1,0 +1,168 @@
+"""`prove served`: a running server compared with itself, word by word, over HTTP: any number of GPUs, the real layout.
+
+Start it from the recipe, with the endpoint that takes and gives token ids (vLLM 0.33.0,
+entrypoints/scale_out/token_in_token_out) and the count of cached tokens:
+
+    python3 -m launch serve RECIPE --enable-scale-out --enable-prompt-tokens-details
+
+The cases are those of `prove rollout` that a client can ask for, and one that a single engine cannot have: with several
+data-parallel ranks every request is answered again by another rank, so by another GPU. JSON carries fp32 words
+unharmed: a float's shortest decimal text names it exactly. The server writes -9999 for a NaN and for a missing logprob;
+here it is a NaN again, which no comparison forgives.
+
+What the record is bound to is the vLLM that this command's own Python would import. Run it where the server runs, with
+the server's interpreter; the server itself does not say what it imported. Flags and environment in the record are the
+recipe's.
+"""
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import json
+import pathlib
+import re
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+
+from prove import cases, record, workload
+from prove.compare import words
+from prove.engine import EngineError, pack
+from prove.recipe import Recipe
+from prove.rollout import HEADINGS, Context, line, render, run_case
+from prove.ui import UI
+
+GENERATE = "/inference/v1/generate"
+STARTED_WITH = "start it with: python3 -m launch serve RECIPE --enable-scale-out --enable-prompt-tokens-details"
+NO_LOGPROB = -9999.0  # entrypoints/scale_out/token_in_token_out/serving.py:85
+
+
+class Server:
+    """The server in the place of an `Engine`: `call("run")` with the fields that a client has."""
+
+    def __init__(self, url: str, ranks: int):
+        self.url, self.ranks, self.shift, self.salt = url.rstrip("/"), ranks, 0, 0
+
+    def about(self) -> dict:
+        """The version and the tokens of a cache block. Raises EngineError if no vLLM answers there."""
+        version = json.loads(self._ask("/version", None, 30))["version"]
+        found = re.search(r'vllm:cache_config_info\{[^}]*\bblock_size="(\d+)"', self._ask("/metrics", None, 30))
+        if not found:
+            raise EngineError("failed", f"{self.url}/metrics names no block size: is it a vLLM server?")
+        return {"versions": {"vllm": version}, "cache_block": int(found[1])}
+
+    def call(self, op: str, timeout: float, *, requests: list[dict], fresh: bool = True,
+             one_by_one: bool = False) -> dict:
+        """`fresh`: nothing that earlier runs left in the prefix cache is read; a new salt sees to that."""
+        assert op == "run", op
+        self.salt += fresh
+        started = time.monotonic()
+        at_once = 1 if one_by_one else len(requests)
+        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+            waiting = [pool.submit(self._answer, index, request, started + timeout)
+                       for index, request in enumerate(requests)]
+            try:
+                answers = {request["id"]: each.result() for request, each in zip(requests, waiting, strict=True)}
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return {"answers": answers, "seconds": round(time.monotonic() - started, 3)}
+
+    def _answer(self, index: int, request: dict, deadline: float) -> dict:
+        scored = request.get("prompt_logprobs", False)
+        body = {"token_ids": request["prompt"], "cache_salt": f"prove-{self.salt}", "sampling_params": {
+            "temperature": request["temperature"], "seed": request["seed"], "max_tokens": request["max_tokens"],
+            "ignore_eos": True, "detokenize": False, "logprobs": 0, "prompt_logprobs": 0 if scored else None,
+            "skip_reading_prefix_cache": not request.get("read_cache", False)}}
+        headers = {"X-data-parallel-rank": str((index + self.shift) % self.ranks)} if self.ranks > 1 else {}
+        said = json.loads(self._ask(GENERATE, body, max(1.0, deadline - time.monotonic()), headers))
+        return _parsed(said, scored)
+
+    def _ask(self, path: str, body: dict | None, timeout: float, headers: dict[str, str] | None = None) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        asked = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **(headers or {})})
+        try:
+            with urllib.request.urlopen(asked, timeout=timeout) as answer:
+                return answer.read().decode()
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")[:500]
+            raise EngineError("failed", f"{self.url}{path} answered {error.code}: {said}\n{STARTED_WITH}") from None
+        except (OSError, urllib.error.URLError) as error:
+            raise EngineError("died", f"{self.url}{path}: {error}; {STARTED_WITH}") from None
+
+
+def _parsed(said: dict, scored: bool) -> dict:
+    choice = said["choices"][0]
+    content = (choice.get("logprobs") or {}).get("content") or []
+    details = (said.get("usage") or {}).get("prompt_tokens_details") or {}
+    answer = {"tokens": pack(np.asarray([one["token_id"] for one in content], np.int64)),
+              "words": _words(one["logprob"] for one in content), "cached": details.get("cached_tokens") or 0}
+    if scored:  # one entry a prompt token, by token id; the first has none, nor has what the cache supplied
+        given = [next(iter(one.values())) for one in said.get("prompt_logprobs") or () if one]
+        answer["prompt_words"] = _words(one["logprob"] for one in given)
+    return answer
+
+
+def _words(logprobs) -> dict:
+    return pack(words([float("nan") if one == NO_LOGPROB else one for one in logprobs]))
+
+
+def base(ctx) -> None:
+    """Everything below is compared with this: all requests at once, nothing cached."""
+    ctx.base = ctx.run([r.message() for r in ctx.work.requests])
+    for request in ctx.work.requests:
+        ctx.figures.count(request.id, ctx.base.decoded(request.id), request.max_tokens)
+
+
+def alone(ctx) -> None:
+    chosen = ctx.work.spread(cases.SUBSET)
+    messages = [r.message(max_tokens=min(cases.ALONE_HEAD, r.max_tokens)) for r in chosen]
+    ctx.compare_decoded(ctx.run(messages, one_by_one=True), chosen, head=cases.ALONE_HEAD)
+
+
+def other_rank(ctx) -> None:
+    """The same requests, each at the next data-parallel rank."""
+    ctx.engine.shift += 1
+    try:
+        ctx.compare_decoded(ctx.run([r.message() for r in ctx.work.requests]))
+    finally:
+        ctx.engine.shift -= 1
+
+
+CLIENTS = ("twice", "prefill-batched", "reversed", "prefill-alone", "prefix-warm", "prefix-turns")
+CASES = (cases.Case("base", "all requests at once; nothing missing, no NaN", base),
+         *(cases.BY_NAME[name] for name in CLIENTS),
+         cases.Case("alone", f"batched vs alone: {cases.ALONE_HEAD} tokens of each of {cases.SUBSET} requests", alone),
+         cases.Case("other-rank", "every request answered by another data-parallel rank", other_rank))
+
+
+def served(recipe: Recipe, ui: UI, *, url: str, tokens: int, out: pathlib.Path, budget: float) -> dict:
+    """Runs the cases against the server at `url` and returns the finished record's data."""
+    ranks = recipe.layout("rollout")["data"]
+    work = workload.build(tokens, recipe.vocab)
+    kept = record.Record("served", recipe.subject, {"sampled_tokens": work.tokens, "requests": len(work.requests),
+                                                    "ranks": ranks}, out)
+    spec = importlib.util.find_spec("vllm")
+    if not spec:
+        raise ValueError("this Python has no vLLM to bind the record to: run it with the server's interpreter")
+    server = Server(url, ranks)
+    about = server.about()
+    kept.engine("served", {**about, "vllm_path": str(pathlib.Path(spec.origin).parent)}, recipe.engine_flags(True),
+                recipe.environment(True))
+    context, deadline, rows = Context(work), time.monotonic() + budget, []
+    ui.say(line(HEADINGS))
+    for case in CASES[:len(CASES) - (ranks == 1)]:
+        row = run_case(context, case, server, about["cache_block"], max(1.0, deadline - time.monotonic()))
+        rows.append(row)
+        kept.row(row)
+        ui.say(line(render(row)))
+        for text in [*row["unmet"][:3], row.get("error"), row.get("first")]:
+            if text:
+                ui.say(f"    {text}")
+        if context.base is None:
+            break
+    complete = kept.locked and len(rows) > 1 and all(row["state"] in ("equal", "differs") for row in rows)
+    kept.finish(complete, all(row["state"] == "equal" for row in rows), locked=kept.locked)
+    return kept.data
