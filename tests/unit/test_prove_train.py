@@ -50,6 +50,42 @@ def test_reward_counts_tokens_of_the_first_quarter():
     assert train.reward(np.asarray([0, 15, 16, 63]), 64) == 2.0
 
 
+def done(updates=2, restored=True, reward=lambda step: step, **last) -> list[dict]:
+    row = {"scored": {"equal": True}, "trained": {"equal": True}}
+    rows = [{"case": f"update {step + 1}", "reward": reward(step), **row} for step in range(updates)]
+    rows += [{"case": "restored", "reward": 0.0, "same": True, **row}] if restored else []
+    return [*rows[:-1], rows[-1] | last]
+
+
+def holds(rows, updates=2, restores=True) -> tuple[bool, bool]:
+    found = train.verdict(rows, updates, restores)
+    return found["complete"], found["passed"]
+
+
+def test_what_was_asked_was_done_and_every_word_is_equal():
+    assert holds(done()) == (True, True)
+    assert holds(done(restored=False)) == (False, True)
+    assert holds(done(restored=False), restores=False) == (True, True)
+    assert holds(done(1, restored=False), restores=False) == (False, True)
+
+
+@pytest.mark.parametrize("last", [{"same": False}, {"scored": {"equal": False}}, {"trained": {"equal": False}}])
+def test_a_word_that_differs_in_any_row_fails(last):
+    assert not holds(done(**last))[1]
+
+
+def test_the_reward_has_to_rise_where_there_are_updates_enough_to_tell():
+    assert holds(done(train.LEARNS), train.LEARNS) == (True, True)
+    assert holds(done(train.LEARNS, reward=lambda step: -step), train.LEARNS) == (True, False)
+    assert holds(done(train.LEARNS - 1, reward=lambda step: -step), train.LEARNS - 1) == (True, True)
+
+
+def test_a_restore_that_no_update_follows_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs more than 2 updates"):
+        train.train(None, None, updates=2, groups=1, answers=1, tokens=1, lr=0.1, restore_after=2, out=tmp_path,
+                    logs=tmp_path, budget=1.0, env={})
+
+
 def test_a_gradient_over_its_bound_or_not_a_number_exceeds():
     rows = [{"error": 0.03, "usual_error": 0.02}, {"error": 0.05, "usual_error": 0.02},
             {"error": float("nan"), "usual_error": 0.02}, {"error": 2.0**-6, "usual_error": 0.0}]

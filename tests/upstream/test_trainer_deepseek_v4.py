@@ -29,7 +29,7 @@ def run(megatron_tree, tmp_path, monkeypatch):
         made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": str(tmp_path), "vocab": 64},
                                                       "engine": {"fault": fault}})
         settings = {} if command is grad.grad else {"updates": updates, "groups": 3, "answers": 2, "tokens": 4,
-                                                    "lr": 1e-2, "restore_after": 1}
+                                                    "lr": 1e-2, "restore_after": updates // 2}
         return command(made, ui.UI(json_only=True), **settings, out=tmp_path, logs=tmp_path / "logs", budget=900.0,
                        backend=FAKE, env={"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path,
                                           "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
@@ -51,6 +51,7 @@ def test_scales_that_stay_behind_are_a_difference(run):
     """Some block of some expert has 224 as its largest code: its first export halves the scale and doubles codes."""
     data = run(fault="scales", updates=1)
     assert data["rows"][0]["scored"]["differing_words"] and len(data["layers"]) == 3
+    assert set(data["engines"]) == {"first"}, "no restore was asked for"
 
 
 def test_gradients_are_within_their_bounds_and_every_planted_fault_is_caught(run, monkeypatch):
