@@ -141,7 +141,7 @@ def train(recipe: Recipe, ui: UI, *, updates: int, groups: int, answers: int, to
     found = verdict(rows, updates, restores=len(trainers) > 1)
     curve = found["curve"]
     ui.say(f"reward by token: {curve[0]:.3f} -> {curve[-1]:.3f}; tenths of the run, first to last: {found['gain']}")
-    kept.finish(kept.locked and found.pop("complete"), found.pop("passed"), **found)
+    kept.finish(kept.locked and found["complete"], found["passed"], curve=curve, gain=found["gain"])
     return kept.data
 
 
