@@ -60,7 +60,9 @@ def parser() -> argparse.ArgumentParser:
 
     one = verb("counter", "show that each patch is needed: without it something differs")
     one.add_argument("--site", type=pathlib.Path, required=True, help="the patched folder; every arm works on a copy")
-    one.add_argument("--patches", help="only these slugs, comma separated; other rows of the record stay")
+    one.add_argument("--patches", help="engines only without these, comma separated; other rows of the record stay")
+    one.add_argument("--tests-only", action="store_true",
+                     help="the Counter-Tests and no engine: needs no GPU, and a later run on the same lock keeps them")
     one.add_argument("--tokens", type=int, default=2000, help="sampled tokens in the workload (default 2000)")
     one.add_argument("--at-once", type=int, default=4, help="engines that run side by side (default 4)")
 
@@ -137,7 +139,8 @@ def run(args, screen: ui.UI) -> dict:
                                  invariant=not args.contrast, **common)
         case "counter":
             return counter.counter(made, screen, site=args.site, tokens=args.tokens, at_once=args.at_once,
-                                   patches=args.patches.split(",") if args.patches else None, **common)
+                                   patches=args.patches.split(",") if args.patches else None,
+                                   tests_only=args.tests_only, **common)
         case "bench":
             return bench.bench(made, screen, concurrent=args.concurrent, prompt_tokens=args.prompt_tokens,
                                out_tokens=args.out_tokens, seconds=args.seconds, runs=args.runs, turn=args.turn,

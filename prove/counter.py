@@ -2,30 +2,36 @@
 
 For every patch a copy of the site is patched anew without it (apply.py apply --without), an engine is started on that
 copy and put through a few cases of the rollout. Counted as shown: a case that differs, or an engine that refuses batch
-invariance at start-up. Where the engine notices nothing (a patch for other hardware, another layout), the patch's own
-Counter-Test must pass: it shows the stock code at fault. The arm with every patch runs the same cases on the site
-itself. Several arms run at once; a copy is hard links, and the carrier never writes through one.
+invariance at start-up. Where the engine notices nothing (a patch for other hardware, another layout) or did not run,
+the patch's own Counter-Tests must pass: they show the stock code at fault (counter_tests.py). The arm with every patch
+runs the same cases on the site itself. Several arms run at once, over the GPUs that CUDA_VISIBLE_DEVICES names; a copy
+is hard links, and the carrier never writes through one.
+A record grows from run to run while the lock is the same: `--tests-only` on a CPU, then arms on a GPU.
 """
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 
-from prove import cases, record, workload
+from prove import cases, counter_tests, record, workload
+from prove.counter_tests import read_patches
 from prove.engine import Engine, EngineError
 from prove.recipe import ROOT, Recipe
 from prove.rollout import Context, _event, engine_start, run_case
 from prove.ui import UI
 
 CASES = ("base", "prefill-batched", "alone", "eager-steps", "chunked-512", "batch-sizes", "prefix-warm")
-FLAGS = {"cudagraph_capture_sizes": [1, 4, 16, 32]}  # quick to capture; enough to tell graph from eager
+FLAGS = {"cudagraph_capture_sizes": [1, 4, 16, 32],  # quick to capture; enough to tell graph from eager
+         "kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.1}  # a few requests, many engines
 WITH_ALL = "(all patches)"
 REFUSALS = ("batch_invariant", "batch invarian")
 
@@ -44,18 +50,6 @@ def copy_without(site: pathlib.Path, folder: pathlib.Path, slug: str) -> None:
         shutil.copytree(part, folder / part.name, copy_function=os.link, symlinks=True)
     apply(folder, "revert")
     apply(folder, "apply", "--without", slug)
-
-
-def read_patches(root: pathlib.Path = ROOT) -> dict[str, list[str]]:
-    """Slug -> its counter-tests, in the order of the series."""
-    folder = root / "patches" / "vllm"
-    slugs = [line.split("#")[0].strip() for line in (folder / "series").read_text().splitlines()]
-    return {slug: _trailers((folder / f"{slug}.patch").read_text(), "Counter-Test") for slug in slugs if slug}
-
-
-def _trailers(text: str, name: str) -> list[str]:
-    head = text.partition("\n---\n")[0]
-    return [line.partition(":")[2].strip() for line in head.splitlines() if line.startswith(f"{name}:")]
 
 
 def verdict(rows: list[dict], refused: str | None) -> tuple[str, str]:
@@ -93,77 +87,126 @@ def _engine_arm(recipe: Recipe, ui: UI, work, env, logs, deadline: float, name: 
     return rows, None, bound
 
 
-def unit_arm(tests: list[str], env: dict[str, str]) -> tuple[bool, str]:
-    """Whether the counter-tests ran and passed; a skipped one shows nothing."""
-    if not tests:
-        return False, "it names no Counter-Test"
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, check=False)
-    last = (done.stdout.strip().splitlines() or ["no output"])[-1]
-    return done.returncode == 0 and "passed" in last and "skipped" not in last, last
-
-
-def _arm_without(slug: str, counter_tests: list[str], site: pathlib.Path, env: dict[str, str], run) -> dict:
-    """The row of one patch: `run(slug, env)` on a copy of the site without it."""
+def _arm_without(slug: str, site: pathlib.Path, env: dict[str, str], run) -> dict:
+    """What the engine says of one patch: `run(slug, env)` on a copy of the site without it."""
     # Beside the site: hard links need one file system.
     with tempfile.TemporaryDirectory(prefix=f"without-{slug}-", dir=site.parent) as folder:
         copy_without(site, pathlib.Path(folder), slug)
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         rows, refused, _ = run(slug, env | {"PYTHONPATH": path})
     state, why = verdict(rows, refused)
-    if state == "unseen":
-        passed, said = unit_arm(counter_tests, env)
-        state, why = ("shown", f"by its Counter-Test: {said}") if passed else ("unseen", f"{why}; {said}")
-    return {"patch": slug, "state": state, "why": why, "rows": rows}
+    return {"engine": state, "why": why, "rows": rows}
 
 
-def counter(recipe: Recipe, ui: UI, *, site: pathlib.Path, patches: list[str] | None, tokens: int, at_once: int,
-            out: pathlib.Path, logs: pathlib.Path, budget: float, env: dict[str, str], backend: str = "vllm") -> dict:
+def joined(slug: str, arm: dict, tests: list[str], said: dict[str, str]) -> dict:
+    """The row of one patch: the engine's arm decides, and where it shows nothing the Counter-Tests do."""
+    passed, why = counter_tests.verdict(tests, said)
+    row = {"patch": slug, "state": arm["engine"], **arm, "counter_tests": {test: said[test] for test in tests}}
+    if arm["engine"] == "shown":
+        return row
+    return row | {"state": "shown" if passed else arm["engine"],
+                  "why": f"Counter-Tests: {why}; engine {arm['engine']}: {arm['why']}"}
+
+
+class Devices:
+    """Hands out the GPUs of CUDA_VISIBLE_DEVICES in turn, to at most `at_once` engines together."""
+
+    def __init__(self, at_once: int):
+        names = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+        self.free: queue.Queue = queue.Queue()
+        for index in range(at_once):
+            self.free.put({"CUDA_VISIBLE_DEVICES": names[index % len(names)]} if names else {})
+
+    @contextlib.contextmanager
+    def one(self):
+        device = self.free.get()
+        try:
+            yield device
+        finally:
+            self.free.put(device)
+
+
+def counter(recipe: Recipe, ui: UI, *, site: pathlib.Path, patches: list[str] | None, tests_only: bool, tokens: int,
+            at_once: int, out: pathlib.Path, logs: pathlib.Path, budget: float, env: dict[str, str],
+            backend: str = "vllm") -> dict:
     known = read_patches()
     if unknown := sorted(set(patches or ()) - set(known)):
         raise ValueError(f"no such patch: {', '.join(unknown)}; there are: {', '.join(known)}")
+    deadline, lock = time.monotonic() + budget, record.bind(site)
     kept = record.Record("counter", recipe.subject, {"tokens": tokens, "cases": list(CASES)}, out)
-    earlier = _earlier(kept.path)
-    work, deadline = workload.build(tokens, recipe.vocab), time.monotonic() + budget
-    chosen = [slug for slug in known if not patches or slug in patches]
+    earlier = _earlier(kept.path, lock)
+    kept.data["counter_tests"] = tests = _tests(earlier, lock, known, env, logs, ui)
 
-    def run(name: str, environment: dict[str, str]):
-        return _engine_arm(recipe, ui, work, environment, logs, deadline, name, backend)
+    def row(slug: str, arm: dict) -> None:
+        kept.row(joined(slug, arm, known[slug], tests["said"]))
+        ui.note(f"without {slug}: {kept.data['rows'][-1]['state']}: {kept.data['rows'][-1]['why']}")
 
-    def without(slug: str) -> dict:
-        if deadline - time.monotonic() < 60:
-            return {"patch": slug, "state": "not run", "why": "out of budget"}
-        try:
-            return _arm_without(slug, known[slug], site, env, run)
-        except EngineError as error:
-            return {"patch": slug, "state": "not run", "why": str(error)}
-
-    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        whole, arms = pool.submit(run, "with", env), [pool.submit(without, slug) for slug in chosen]
-        rows, refused, bound = whole.result()
-        equal = not refused and all(r["state"] == "equal" for r in rows)
-        kept.data["engines"]["with"] = {"lock": bound or {"state": "refused"}}
-        if earlier.get("lock") == bound:  # rows made against the same lock stay; a lease holds only a few patches
-            for row in earlier["rows"]:
-                if row["patch"] not in [*chosen, WITH_ALL]:
-                    kept.row(row)
-        kept.row({"patch": WITH_ALL, "state": "equal" if equal else "failed", "why": refused or "", "rows": rows})
-        ui.note(f"{WITH_ALL}: {kept.data['rows'][-1]['state']}")
-        for arm in concurrent.futures.as_completed(arms):
-            row = arm.result()
-            kept.row(row)
-            ui.note(f"without {row['patch']}: {row['state']}: {row['why']}")
-    states = {row["patch"]: row["state"] for row in kept.data["rows"]}
-    locked = bool(bound) and bound["state"] == "locked"
+    chosen = [] if tests_only else [slug for slug in known if not patches or slug in patches]
+    before = {old["patch"]: {key: old[key] for key in ("engine", "why", "rows")} for old in earlier["rows"]
+              if old["patch"] in known}
+    for slug in known:
+        if slug not in chosen:
+            row(slug, before.get(slug, {"engine": "not run", "why": "not asked for", "rows": []}))
+    whole = None
+    if chosen:
+        whole = _arms(recipe, ui, workload.build(tokens, recipe.vocab), kept, row, chosen, site=site, at_once=at_once,
+                      logs=logs, deadline=deadline, env=env, backend=backend)
+    states = {each["patch"]: each["state"] for each in kept.data["rows"]}
+    locked = bool(whole) and whole["state"] == "locked" and lock["state"] == "locked"
     kept.finish(locked and set(states) == {*known, WITH_ALL} and "not run" not in states.values(),
                 all(state == ("equal" if patch == WITH_ALL else "shown") for patch, state in states.items()))
     return kept.data
 
 
-def _earlier(path: pathlib.Path) -> dict:
-    """Rows of the record that is about to be replaced, with what its engine was bound to."""
+def _arms(recipe: Recipe, ui: UI, work: workload.Workload, kept: record.Record, row, chosen: list[str], *,
+          site: pathlib.Path, at_once: int, logs: pathlib.Path, deadline: float, env: dict[str, str],
+          backend: str) -> dict | None:
+    """The engine's arms, with every patch and without each one chosen; what the former was bound to."""
+    devices = Devices(at_once)
+
+    def run(name: str, environment: dict[str, str]):
+        with devices.one() as device:
+            return _engine_arm(recipe, ui, work, environment | device, logs, deadline, name, backend)
+
+    def without(slug: str) -> tuple[str, dict]:
+        if deadline - time.monotonic() < 60:
+            return slug, {"engine": "not run", "why": "out of budget", "rows": []}
+        try:
+            return slug, _arm_without(slug, site, env, run)
+        except EngineError as error:
+            return slug, {"engine": "not run", "why": str(error), "rows": []}
+
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        whole, arms = pool.submit(run, "with", env), [pool.submit(without, slug) for slug in chosen]
+        for arm in concurrent.futures.as_completed(arms):
+            row(*arm.result())
+        rows, refused, bound = whole.result()
+    equal = not refused and all(r["state"] == "equal" for r in rows)
+    kept.data["engines"]["with"] = {"lock": bound or {"state": "refused"}}
+    kept.row({"patch": WITH_ALL, "state": "equal" if equal else "failed", "why": refused or "", "rows": rows})
+    ui.note(f"{WITH_ALL}: {kept.data['rows'][-1]['state']}")
+    return bound
+
+
+def _tests(earlier: dict, lock: dict, known: dict[str, list[str]], env: dict[str, str], logs: pathlib.Path,
+           ui: UI) -> dict:
+    """What the Counter-Tests said, under this lock: of an earlier run, and now of those that had not passed."""
+    said = {test: "missing" for tests in known.values() for test in tests} | earlier["said"]
+    asked = [test for test, outcome in said.items() if outcome != "passed"]
+    now = counter_tests.run(asked, env, logs)
+    ui.note(f"Counter-Tests: {len(said) - len(asked)} had passed; of {len(now)} more "
+            f"{sum(outcome == 'passed' for outcome in now.values())} pass")
+    versions = [*earlier["versions"], *([counter_tests.versions()] if asked else [])]
+    return {"lock": lock, "said": said | now, "versions": versions}
+
+
+def _earlier(path: pathlib.Path, lock: dict) -> dict:
+    """What stays of the record that is about to be replaced: all of it if it was made with the same lock."""
     try:
         data = json.loads(path.read_text())
-        return {"rows": data["rows"], "lock": data["engines"]["with"]["lock"]}
+        if data["counter_tests"]["lock"] == lock:
+            return {"rows": data["rows"], "said": data["counter_tests"]["said"],
+                    "versions": data["counter_tests"]["versions"]}
     except (FileNotFoundError, KeyError, ValueError):
-        return {"rows": []}
+        pass
+    return {"rows": [], "said": {}, "versions": []}

@@ -12,7 +12,7 @@ OPTIONS = {
     "rollout": {"--cases", "--tokens", "--contrast"},
     "served": {"--url", "--tokens"},
     "bisect": {"--left", "--right", "--tokens", "--contrast"},
-    "counter": {"--site", "--patches", "--tokens", "--at-once"},
+    "counter": {"--site", "--patches", "--tests-only", "--tokens", "--at-once"},
     "bench": {"--concurrent", "--prompt-tokens", "--out-tokens", "--seconds", "--runs", "--turn"},
     "unchanged": {"--pristine", "--tokens", "--concurrent", "--out-tokens", "--runs", "--turn"},
     "train": {"--updates", "--groups", "--answers", "--out-tokens", "--lr", "--restore-after"},

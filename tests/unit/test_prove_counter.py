@@ -1,10 +1,10 @@
-"""Two arms a patch: what counts as shown, and that the site is left fully patched."""
+"""Two arms a patch: what counts as shown, what a record keeps from run to run, and that the site stays as it is."""
 import json
 import pathlib
 
 import pytest
 
-from prove import counter, recipe, record, ui
+from prove import counter, counter_tests, recipe, record, ui
 
 FAKE = str(pathlib.Path(__file__).with_name("prove_fake.py"))
 
@@ -13,8 +13,13 @@ FAKE = str(pathlib.Path(__file__).with_name("prove_fake.py"))
 def run(tmp_path, monkeypatch):
     """Runs the counter on a fake site: repatching it sets the fault that the fake engine then has."""
     calls, faults = [], {"needed": "batch", "refuses": "refuse", "breaks": "raise", "unseen": None, "by-test": None}
+    asked = []
     monkeypatch.setattr(counter, "read_patches", lambda: {slug: [f"t::{slug}"] for slug in faults})
-    monkeypatch.setattr(counter, "unit_arm", lambda tests, env: (tests == ["t::by-test"], "1 passed"))
+
+    def tests(nodes, env, logs):
+        asked.append(nodes)
+        return {node: "passed" if node == "t::by-test" else "failed" for node in nodes}
+    monkeypatch.setattr(counter_tests, "run", tests)
     monkeypatch.setattr(counter, "CASES", ("base", "alone"))
     monkeypatch.setattr(record, "bind", lambda folder: {"state": "locked", "entry": "e", "digest": "d"})
     made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": "m", "vocab": 97}, "engine": {}})
@@ -26,12 +31,12 @@ def run(tmp_path, monkeypatch):
         (folder / "fault").write_text(faults[slug] or "")
     monkeypatch.setattr(counter, "copy_without", copy_without)
 
-    def go(patches=None):
-        data = counter.counter(made, ui.UI(json_only=True), site=site, patches=patches, tokens=100, at_once=2,
-                               out=tmp_path, logs=tmp_path / "logs", budget=1000.0, env={"FAKE_SITE": str(tmp_path)},
-                               backend=FAKE)
+    def go(patches=None, tests_only=False):
+        data = counter.counter(made, ui.UI(json_only=True), site=site, patches=patches, tests_only=tests_only,
+                               tokens=100, at_once=2, out=tmp_path, logs=tmp_path / "logs", budget=1000.0,
+                               env={"FAKE_SITE": str(tmp_path)}, backend=FAKE)
         return {row["patch"]: row["state"] for row in data["rows"]}, data
-    go.calls, go.site = calls, site
+    go.calls, go.site, go.asked = calls, site, asked
     return go
 
 
@@ -44,10 +49,35 @@ def test_each_patch_gets_its_verdict_on_a_copy_that_is_gone_afterwards(run):
     assert data["complete"] and not data["passed"]
 
 
-def test_rows_of_an_earlier_lease_stay_while_the_lock_is_the_same(run, tmp_path):
+def test_a_row_says_what_the_engine_and_what_the_counter_tests_found(run):
+    rows = {row["patch"]: row for row in run()[1]["rows"]}
+    assert rows["needed"]["engine"] == "shown" and rows["needed"]["counter_tests"] == {"t::needed": "failed"}
+    assert rows["by-test"]["engine"] == "unseen"
+    assert rows["by-test"]["why"] == "Counter-Tests: 1 passed; engine unseen: every case agrees without it"
+    assert rows["unseen"]["why"].startswith("Counter-Tests: unseen failed; engine unseen")
+
+
+def test_a_record_grows_while_the_lock_is_the_same(run, monkeypatch):
+    states, data = run(tests_only=True)
+    assert run.calls == [] and not data["complete"]
+    assert states == {"by-test": "shown"} | dict.fromkeys(("needed", "refuses", "breaks", "unseen"), "not run")
     run(["needed"])
     states, data = run(["by-test"])
-    assert states == {"(all patches)": "equal", "needed": "shown", "by-test": "shown"} and not data["complete"]
+    assert states == {"(all patches)": "equal", "needed": "shown", "by-test": "shown",
+                      **dict.fromkeys(("refuses", "breaks", "unseen"), "not run")} and not data["complete"]
+    assert all("t::by-test" not in nodes for nodes in run.asked[1:])  # it had passed
+    monkeypatch.setattr(record, "bind", lambda folder: {"state": "locked", "entry": "e", "digest": "another"})
+    assert run(["by-test"])[0]["needed"] == "not run"
+
+
+def test_arms_are_spread_over_the_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    devices = counter.Devices(3)
+    with devices.one() as a, devices.one() as b, devices.one() as c:
+        assert [d["CUDA_VISIBLE_DEVICES"] for d in (a, b, c)] == ["2", "5", "2"] and devices.free.empty()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with counter.Devices(1).one() as device:
+        assert device == {}
 
 
 def test_an_unknown_patch_is_refused(run):
@@ -67,13 +97,26 @@ def test_the_series_names_a_counter_test_for_every_patch():
     assert all((root / test.partition("::")[0]).is_file() for tests in found.values() for test in tests)
 
 
-def test_a_counter_test_that_is_skipped_shows_nothing(tmp_path):
+def test_a_counter_test_must_have_passed_in_every_variant(tmp_path):
     test = tmp_path / "test_x.py"
-    test.write_text("import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no GPU')\ndef test_c(): assert 0\n")
-    assert counter.unit_arm([f"{test}::test_a"], {})[0]
-    assert not counter.unit_arm([f"{test}::test_a", f"{test}::test_b"], {})[0]
-    assert not counter.unit_arm([f"{test}::test_c"], {})[0]
-    assert not counter.unit_arm([], {})[0]
+    test.write_text("import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no GPU')\n"
+                    "@pytest.mark.parametrize('n', [0, 1])\ndef test_c(n): assert n\ndef test_d(): 1 / 0\n")
+    nodes = {name: f"{test}::test_{name}" for name in "abcde"}
+    said = counter_tests.run(list(nodes.values()), {}, tmp_path / "logs")
+    assert set(said.values()) == {"missing"}  # pytest runs nothing where a node is not to be found
+    said = counter_tests.run([nodes[name] for name in "abcd"], {}, tmp_path / "logs")
+    assert said == {nodes["a"]: "passed", nodes["b"]: "skipped", nodes["c"]: "failed", nodes["d"]: "failed"}
+    assert counter_tests.verdict([nodes["a"]], said) == (True, "1 passed")
+    assert counter_tests.verdict([nodes["a"], nodes["b"]], said) == (False, "test_b skipped")
+    assert not counter_tests.verdict([], said)[0]
+
+
+def test_only_the_default_release_counts(tmp_path):
+    test = tmp_path / "test_x.py"
+    test.write_text("import pytest\n@pytest.mark.parametrize('v', ['0.33.0', '0.32.0'])\n"
+                    "def test_a(v): assert v == '0.33.0'\n")
+    node = f"{test}::test_a"
+    assert counter_tests.run([node], {}, tmp_path / "logs") == {node: "passed"}
 
 
 def test_the_record_is_json(run, tmp_path):
