@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import pathlib
 import time
 
@@ -23,7 +22,8 @@ MODELS = {"NemotronHForCausalLM": ("nemotron_h", "NemotronH"), "DeepseekV4ForCau
 class Backend(vllm_backend.Backend):
     def __init__(self, *, model: str, **start):
         super().__init__(model=model, **start)
-        self.config = json.loads((pathlib.Path(model) / "config.json").read_text())
+        if self.config is None:
+            raise ValueError(f"{model} is no folder with a config.json; download the checkpoint and name its folder")
         self.actor = None
 
     # ---- ops
@@ -145,10 +145,13 @@ class Backend(vllm_backend.Backend):
 
         where, shape, model = self._model(recompute)
         actor = Actor(model, heads=shape.heads, layers=len(shape.pattern), hidden=shape.hidden, lr=lr)
-        if where == "deepseek_v4":  # the forward and its recomputation quantise a weight once a version
-            from megatron.zero_mismatch.linear_fp8 import OperandCache
+        # The forward and its recomputation quantise a weight once a version.
+        from megatron.zero_mismatch.linear_fp8 import OperandCache
 
+        if where == "deepseek_v4":
             model.run.guard, model.run.cache = actor.guard, OperandCache(actor.guard)
+        elif shape.formats:
+            model.guard, model.cache = actor.guard, OperandCache(actor.guard)
         return actor
 
     def _tables(self, where: str) -> tuple:
@@ -168,7 +171,13 @@ class Backend(vllm_backend.Backend):
             "prove.gradients_deepseek_v4" if MODELS[architecture][0] == "deepseek_v4" else "prove.gradients")
 
     def _resident(self):
-        return list(self.runner.model.named_parameters())
+        """What the engine serves from: its parameters, and the scales of an FP8 cache, which are buffers there."""
+        held = list(self.runner.model.named_parameters())
+        if (self.config.get("quantization_config") or {}).get("kv_cache_scheme"):
+            from megatron.zero_mismatch.models.nemotron_h_weights import is_cache_scale
+
+            held += [(name, buffer) for name, buffer in self.runner.model.named_buffers() if is_cache_scale(name)]
+        return held
 
     def _sync(self) -> float:
         import torch

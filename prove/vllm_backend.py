@@ -12,6 +12,7 @@ Read against vLLM 0.33.0; what is used beyond the public LLMEngine is listed her
 from __future__ import annotations
 
 import contextlib
+import json
 import pathlib
 import tempfile
 import time
@@ -38,6 +39,7 @@ class Backend:
         with tempfile.TemporaryDirectory(prefix="prove-") as folder:
             if weights_script:
                 model = _small_model(load(weights_script), model, folder)
+            self.config = _config(model)
             args = EngineArgs(model=model, disable_log_stats=True, **flags)
             self.engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
         self.scheduler = self.engine.engine_core.engine_core.scheduler
@@ -264,6 +266,12 @@ def _chosen(logprobs) -> list[float]:
     """The logprob of the sampled (or prompt) token at each position: vLLM puts it first."""
     bounds = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
     return [logprobs.logprobs[start] for start, end in bounds if start < end]
+
+
+def _config(model: str) -> dict | None:
+    """The checkpoint's config.json where it lies in a folder; None for a name on the hub."""
+    path = pathlib.Path(model, "config.json")
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _small_model(script, source: str, folder: str) -> str:

@@ -23,7 +23,7 @@ FP4 = load(recipe.load("nemotron-3.5-lightning", tiny="tiny-quantised").weights_
 
 def _quantise(weight):
     """(packed, scales, one scale an expert, the values they stand for)."""
-    packed, scales, overall = (torch.stack(parts) for parts in zip(*map(FP4.to_fp4, weight.cpu()), strict=True))
+    packed, scales, overall = (torch.stack(parts) for parts in zip(*map(FP4.to_fp4, weight.float().cpu()), strict=True))
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()
     values = FP4.FP4_VALUES[codes & 7] * torch.where(codes & 8 > 0, -1.0, 1.0)
     values = values * (scales.float() * overall[:, None, None]).repeat_interleave(16, -1)
@@ -57,6 +57,7 @@ class Experts:
             num_local_experts=self.count, num_logical_experts=self.count, activation=self.activation, device="cuda",
             routing_method=RoutingMethodType.Renormalize, in_dtype=torch.bfloat16,
             moe_parallel_config=FusedMoEParallelConfig.make_no_parallel())
+        self.masters = up, down = up.bfloat16(), down.bfloat16()
         layer = torch.nn.Module()
         layer.moe_config, layer.params_dtype, layer.layer_name = config, torch.bfloat16, "experts"
         for name, weight in (("w13", up), ("w2", down)):

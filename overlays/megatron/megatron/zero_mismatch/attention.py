@@ -8,6 +8,8 @@ prefill as in a decode step. The page size decides where a key lies, not in whic
 Backward: P is recomputed in fp32 by blocks of queries, then the usual derivative,
 dV = P^T dO, dS = P (dO V^T - rowsum(dO V^T P)), dQ = dS K, dK = dS^T Q. Gradients: q, k and v.
 """
+from typing import NamedTuple
+
 import torch
 
 from .batched import product
@@ -28,9 +30,30 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         q, k, v = ctx.saved_tensors
-        found = [_backward(q[a:b], k[a:b], v[a:b], grad[a:b], ctx.scale) for a, b in ctx.packed.bounds]
-        grads = (torch.cat(parts).to(q.dtype) for parts in zip(*found, strict=True))
-        return None, *grads, None, None
+        return None, *gradients(q, k, v, grad, ctx.packed, ctx.scale), None, None
+
+
+class Pages(NamedTuple):
+    """Where packed sequences lie in a private paged cache: page p of a sequence behind its page p - 1."""
+
+    count: int
+    rows: torch.Tensor  # [tokens] int64: a token's row, all pages laid end to end
+    table: torch.Tensor  # [sequences, pages of the longest] int32
+
+    @classmethod
+    def of(cls, packed: Packed, page: int) -> "Pages":
+        counts = [-(-length // page) for length in packed.lengths]
+        first = torch.tensor([0, *counts]).cumsum(0)
+        begins = torch.repeat_interleave(first[:-1] * page, torch.tensor(packed.lengths))
+        table = (first[:-1, None] + torch.arange(max(counts))).clamp(max=int(first[-1]) - 1)
+        return cls(int(first[-1]), begins.to(packed.device) + packed.positions,
+                   table.to(packed.device, torch.int32))
+
+
+def gradients(q, k, v, grad, packed: Packed, scale: float):
+    """(dq, dk, dv) of `reference` at q, k and v, shaped and typed as they are."""
+    found = [_backward(q[a:b], k[a:b], v[a:b], grad[a:b], scale) for a, b in packed.bounds]
+    return (torch.cat(parts).to(q.dtype) for parts in zip(*found, strict=True))
 
 
 def _queries(x: torch.Tensor, groups: int) -> torch.Tensor:

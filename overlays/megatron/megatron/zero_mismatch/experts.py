@@ -30,19 +30,24 @@ class _Experts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         x, w1, w2, weights, ids = ctx.saved_tensors
-        k = ids.shape[1]
-        slots, counts = _groups(ids, w1.shape[0])
-        dw1, dw2 = torch.zeros_like(w1), torch.zeros_like(w2)
-        rows, dweights = x.new_empty(ids.numel(), x.shape[1]), weights.new_empty(ids.numel())
-        begin = 0
-        for expert, count in enumerate(counts):
-            own = slots[begin : begin + count]
-            begin += count
-            if count:
-                found = _one_expert(x[own // k], grad[own // k], weights.flatten()[own], w1[expert], w2[expert])
-                rows[own], dweights[own], dw1[expert], dw2[expert] = found
-        dx = wide(rows).view(*ids.shape, -1).sum(1).to(x.dtype)
-        return None, dx, dw1, dw2, dweights.view_as(weights), None
+        return None, *gradients(x, w1, w2, weights, ids, grad), None
+
+
+def gradients(x, w1, w2, weights, ids, grad):
+    """(dx, dw1, dw2, dweights) of `reference` at these operands, repeatable to the bit."""
+    k = ids.shape[1]
+    slots, counts = _groups(ids, w1.shape[0])
+    dw1, dw2 = torch.zeros_like(w1), torch.zeros_like(w2)
+    rows, dweights = x.new_empty(ids.numel(), x.shape[1]), weights.new_empty(ids.numel())
+    begin = 0
+    for expert, count in enumerate(counts):
+        own = slots[begin : begin + count]
+        begin += count
+        if count:
+            found = _one_expert(x[own // k], grad[own // k], weights.flatten()[own], w1[expert], w2[expert])
+            rows[own], dweights[own], dw1[expert], dw2[expert] = found
+    dx = wide(rows).view(*ids.shape, -1).sum(1).to(x.dtype)
+    return dx, dw1, dw2, dweights.view_as(weights)
 
 
 def _one_expert(x, grad, weight, w1, w2):

@@ -11,8 +11,30 @@ from types import SimpleNamespace
 
 import torch
 
-from . import attention, conv1d, experts, linear, logprob, mamba2, norm, relu2, router
+from . import (
+    attention,
+    attention_fp8,
+    conv1d,
+    experts,
+    experts_nvfp4,
+    linear,
+    linear_fp8_static,
+    logprob,
+    mamba2,
+    norm,
+    relu2,
+    router,
+)
 from .packing import Packed
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What a ModelOpt checkpoint of FP8, NVFP4 and an FP8 cache runs instead of linear, relu2, attention and experts."""
+
+    linear: linear_fp8_static.StaticKernels
+    attention: attention_fp8.CacheKernels
+    experts: experts_nvfp4.ExpertKernels
 
 
 @dataclass(frozen=True)
@@ -31,6 +53,7 @@ class Kernels:
     router_top_k: Callable
     experts: Callable
     logprob: Callable
+    quantised: Quantised | None = None
 
 
 def reference() -> Kernels:
@@ -47,7 +70,14 @@ def reference() -> Kernels:
         router_top_k=router.reference_top_k,
         experts=experts.reference,
         logprob=logprob.reference,
+        quantised=Quantised(linear_fp8_static.REFERENCE, attention_fp8.REFERENCE, experts_nvfp4.REFERENCE),
     )
+
+
+def exact() -> Kernels:
+    """`reference` without quantisers, in any dtype: what the backwards differentiate."""
+    plain = Quantised(linear_fp8_static.EXACT, attention_fp8.EXACT, experts_nvfp4.EXACT)
+    return replace(reference(), quantised=plain)
 
 
 def from_vllm(page: int) -> Kernels:
@@ -84,6 +114,7 @@ def from_vllm(page: int) -> Kernels:
         router_top_k=_vllm_top_k,
         experts=_vllm_experts,
         logprob=lambda logits, tokens: compute_token_logprobs(logits, tokens[:, None])[:, 0],
+        quantised=Quantised(linear_fp8_static.VLLM, attention_fp8.vllm(page), experts_nvfp4.VLLM),
     )
 
 
@@ -132,20 +163,16 @@ def _vllm_mamba2(xbc, dt, a, d, dt_bias, packed: Packed, sizes: mamba2.Sizes) ->
 def _vllm_attention(q, k, v, packed: Packed, scale: float, page: int) -> torch.Tensor:
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
-    counts = [-(-length // page) for length in packed.lengths]
-    first = torch.tensor([0, *counts]).cumsum(0)
-    # Page p of a sequence lies behind page p - 1: a sequence's rows are then one run, from a page's first row.
-    rows = torch.repeat_interleave(first[:-1] * page, torch.tensor(packed.lengths)).to(q.device) + packed.positions
-    cache = k.new_zeros(int(first[-1]) * page, k.shape[1], 2 * k.shape[2])
-    cache[rows] = torch.cat([k, v], dim=-1)
+    pages = attention.Pages.of(packed, page)
+    cache = k.new_zeros(pages.count * page, k.shape[1], 2 * k.shape[2])
+    cache[pages.rows] = torch.cat([k, v], dim=-1)
     keys, values = cache.view(-1, page, *cache.shape[1:]).split(k.shape[2], dim=-1)
-    table = (first[:-1, None] + torch.arange(max(counts))).clamp(max=int(first[-1]) - 1)
     longest = max(packed.lengths)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     unified_attention(
         q=q, k=keys, v=values, out=out, cu_seqlens_q=packed.starts, max_seqlen_q=longest,
         seqused_k=packed.starts.diff(), max_seqlen_k=longest, softmax_scale=scale, causal=True, window_size=(-1, -1),
-        block_table=table.to(q.device, torch.int32), softcap=0, q_descale=None, k_descale=None, v_descale=None,
+        block_table=pages.table, softcap=0, q_descale=None, k_descale=None, v_descale=None,
     )  # fmt: skip
     return out
 
