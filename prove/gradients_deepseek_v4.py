@@ -16,15 +16,12 @@ from unittest import mock
 
 import torch
 
-from prove.gradients import DRAWS, VALUES, _signs, accumulate
+from prove.gradients import DRAWS, VALUES, _signs, accumulate, held_to_usual
 from prove.reference_deepseek_v4 import Reference
 
 # Each in the backward alone: a router that learns nothing, mHC's mixing matrix transposed, a norm whose length does not
 # depend on its input, a sink without a gradient, rows that pool their own four tokens only.
 FAULTS = ("routing-weights", "transposed-mixing", "norm-length", "attention-sink", "previous-group")
-
-FEW = 64     # numbers of a parameter up to which it is judged with the others like it; see _held
-TIMES = 1.3  # on a CPU's tiny model the largest ratio is 1.13, and 1.5 with the mixing matrix transposed
 
 
 @dataclasses.dataclass
@@ -71,21 +68,8 @@ def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faul
                 sums.setdefault(name, Sums()).add(found, usual[name], expected[name])
             actor.ddp.zero_grad_buffer()
     sizes = {name: p.numel() for name, p in actor.model.named_parameters()}
-    rows = {case: _held([s.row(name) for name, s in sums.items()], sizes) for case, sums in cases.items()}
+    rows = {case: held_to_usual([s.row(name) for name, s in sums.items()], sizes) for case, sums in cases.items()}
     return {"rows": rows.pop(None), "faults": rows, "tokens": sum(len(s) - 1 for s in sequences)}
-
-
-def _held(rows: list[dict], sizes: dict[str, int]) -> list[dict]:
-    """The rows with the multiple of the usual error that each is held to.
-
-    Both models lose the same by FP8, so a parameter of many numbers is off by the usual error itself: TIMES. One of few
-    (mHC's scales and biases, the sinks) is off by as much as a few sums happen to cancel, in either model: those share
-    the largest usual error among them, and prove/grad.py's own multiple.
-    """
-    few = [sizes.get(row["parameter"], FEW + 1) <= FEW for row in rows]
-    shared = max((row["usual_error"] for row, small in zip(rows, few, strict=True) if small), default=0.0)
-    return [row | ({"usual_error": shared} if small else {"times": TIMES})
-            for row, small in zip(rows, few, strict=True)]
 
 
 def _of_actor(actor, sequences, signs, micro):

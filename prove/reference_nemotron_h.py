@@ -3,7 +3,9 @@
 Shares no code and no formula layout with the trainer: Mamba-2 is the recurrence over S, token by token; attention is
 one masked softmax a head; every expert sees every token, and a one-hot matrix keeps what was chosen; derivatives are
 autograd's. Weights come by the engine's names. The experts' choice is given from outside (`choices`): it is discrete,
-and another choice is another function. In BF16 the same text is the usual BF16 model, whose error scales the bounds.
+and another choice is another function. In BF16 the same text is the usual BF16 model, whose error scales the bounds;
+with `scales` it is the usual quantised one: inputs of FP8 projections, queries, keys, values and softmax weights pass
+through e4m3, whose derivative is taken for 1. Weights are the dequantised ones in every case.
 
 Means, softmax and log-softmax are written out: an engine with batch invariance on replaces PyTorch's in its process, by
 kernels that compute in fp32 and have no derivative (determinism/batch_invariant.py:1357-1371 of 0.33.0).
@@ -14,10 +16,12 @@ import torch
 
 
 class Reference:
-    """config: the checkpoint's config.json; weights: {engine name: tensor}, cast to `dtype` as leaves with gradient."""
+    """config: the checkpoint's config.json; weights: {engine name: tensor}, cast to `dtype` as leaves with gradient;
+    scales: {engine name: calibrated scale} of what passes through e4m3."""
 
-    def __init__(self, config: dict, weights: dict[str, torch.Tensor], dtype: torch.dtype):
-        self.c, self.dtype = config, dtype
+    def __init__(self, config: dict, weights: dict[str, torch.Tensor], dtype: torch.dtype,
+                 scales: dict[str, torch.Tensor] | None = None):
+        self.c, self.dtype, self.scales = config, dtype, scales or {}
         self.w = {name: w.detach().to(self._kept(name)).requires_grad_() for name, w in weights.items()}
 
     def _kept(self, name: str) -> torch.dtype:
@@ -52,20 +56,32 @@ class Reference:
         scale = (wide.pow(2).sum(-1, keepdim=True) / x.shape[-1] + self.c["layer_norm_epsilon"]) ** -0.5
         return (wide * scale).to(self.dtype) * (self.w[name] if weight is None else weight)
 
+    def _through(self, x, name):
+        """x as it is read back from e4m3, where `name` has a scale; the gradient passes as it is."""
+        if (scale := self.scales.get(name)) is None:
+            return x
+        codes = (x.detach().float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return x + ((codes.float() * scale).to(x.dtype) - x.detach())
+
+    def _linear(self, x, name):
+        return self._through(x, name + ".input_scale") @ self.w[name + ".weight"].T
+
     def _mlp(self, x, at):
-        return torch.relu(x @ self.w[at + "up_proj.weight"].T) ** 2 @ self.w[at + "down_proj.weight"].T
+        return self._linear(torch.relu(self._linear(x, at + "up_proj")) ** 2, at + "down_proj")
 
     def _attention(self, x, at):
         heads, kv, d = (self.c[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-        q, k, v = (x @ self.w[at + "qkv_proj.weight"].T).split([heads * d, kv * d, kv * d], -1)
+        parts = self._linear(x, at + "qkv_proj").split([heads * d, kv * d, kv * d], -1)
+        q, k, v = (self._through(part, f"{at}attn._{of}_scale") for of, part in zip("qkv", parts, strict=True))
+        narrow = f"{at}attn._q_scale" in self.scales
         future = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)
         outs = []
         for head in range(heads):
             own = head // (heads // kv)
             key, value = k[:, own * d:(own + 1) * d], v[:, own * d:(own + 1) * d]
             scores = q[:, head * d:(head + 1) * d] @ key.T / d**0.5
-            outs.append(_softmax(scores.masked_fill(future, float("-inf"))) @ value)
-        return torch.cat(outs, -1) @ self.w[at + "o_proj.weight"].T
+            outs.append(_softmax(scores.masked_fill(future, float("-inf")), narrow) @ value)
+        return self._linear(torch.cat(outs, -1), at + "o_proj")
 
     def _moe(self, x, at, chosen):
         score = torch.sigmoid(x.to(self.w[at + "gate.weight"].dtype) @ self.w[at + "gate.weight"].T)
@@ -82,7 +98,8 @@ class Reference:
 
     def _mamba(self, x, at):
         heads, p, groups, n = (self.c[k] for k in ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"))
-        gate, xbc, raw = (x @ self.w[at + "in_proj.weight"].T).split([heads * p, heads * p + 2 * groups * n, heads], -1)
+        widths = [heads * p, heads * p + 2 * groups * n, heads]
+        gate, xbc, raw = self._linear(x, at + "in_proj").split(widths, -1)
         kernel = self.w[at + "conv1d.weight"]
         mixed = torch.conv1d(xbc.T[None], kernel, self.w[at + "conv1d.bias"], padding=kernel.shape[-1] - 1,
                              groups=kernel.shape[0])[0, :, :len(x)].T
@@ -90,7 +107,7 @@ class Reference:
         y = self._recurrence(value.view(-1, heads, p), b.view(-1, groups, n), c.view(-1, groups, n), raw, at)
         y = (y * torch.nn.functional.silu(gate)).view(len(x), groups, -1)
         weight = self.w[at + "norm.weight"].view(groups, -1)
-        return self._rms(y, None, weight).reshape(len(x), -1) @ self.w[at + "out_proj.weight"].T
+        return self._linear(self._rms(y, None, weight).reshape(len(x), -1), at + "out_proj")
 
     def _recurrence(self, x, b, c, raw, at):
         rates, skip = self.w[at + "A"], self.w[at + "D"]
@@ -104,7 +121,11 @@ class Reference:
         return (torch.stack(rows) + skip[:, None] * x).to(self.dtype).flatten(1)
 
 
-def _softmax(scores):
+def _softmax(scores, narrow=False):
+    """narrow: weights are multiplied as e4m3 numbers of 1 / 256, and divided by their sum before that rounding."""
     wide = scores if scores.dtype == torch.float64 else scores.float()
     e = (wide - wide.detach().amax(-1, keepdim=True)).exp()
-    return (e / e.sum(-1, keepdim=True)).to(scores.dtype)
+    total = e.sum(-1, keepdim=True)
+    if narrow:
+        e = e + ((e.detach() * 256).to(torch.float8_e4m3fn).to(e.dtype) / 256 - e.detach())
+    return (e / total).to(scores.dtype)

@@ -43,8 +43,7 @@ class Backend(vllm_backend.Backend):
             self.ledger = SyncLedger(max_lag=0)
             seconds = self._sync()
         parameters = sum(p.numel() for p in self.actor.model.parameters())
-        faults = getattr(self._gradients(), "FAULTS", None)  # a family's own; None: those of grad.py
-        return {"parameters": parameters, "faults": faults, "version": self.actor.guard.version,
+        return {"parameters": parameters, "faults": self._faults(), "version": self.actor.guard.version,
                 "sync_seconds": seconds, "optimizer": type(self.actor.optimizer.chained_optimizers[0]).__name__,
                 "weights": self.actor.guard.digest, "torch_memory": torch.cuda.memory_allocated()}
 
@@ -169,6 +168,16 @@ class Backend(vllm_backend.Backend):
         (architecture,) = self.config["architectures"]
         return importlib.import_module(
             "prove.gradients_deepseek_v4" if MODELS[architecture][0] == "deepseek_v4" else "prove.gradients")
+
+    def _faults(self) -> tuple[str, ...] | None:
+        """A family's own planted faults; None: those of grad.py."""
+        found = getattr(self._gradients(), "FAULTS", None)
+        if found is None and self.actor.model.shape.formats:
+            from prove.grad import FAULTS
+            from prove.gradients import QUANTISED_FAULTS
+
+            return FAULTS + QUANTISED_FAULTS
+        return found
 
     def _resident(self):
         """What the engine serves from: its parameters, and the scales of an FP8 cache, which are buffers there."""

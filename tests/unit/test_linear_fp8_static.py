@@ -38,7 +38,7 @@ def test_quantised_values_and_gradients_are_those_of_the_dequantised_operands(sq
     for name, found in {"out": out.detach(), "master": master.grad, "x": x.grad}.items():
         error = (found.double() - want[name]).norm() / want[name].norm()
         assert error < 2**-7, f"{name}: BF16 rounds by 2**-9, found {error:.5f}"
-    assert (dequantise(codes, scale, torch.float32) - master).norm() > 0.01 * master.norm(), "other weights than masters"
+    assert (dequantise(codes, scale, torch.float32) - master).norm() > 0.01 * master.norm(), "not the masters"
 
 
 def test_one_scale_holds_the_whole_matrix_and_zeros_have_one_too():

@@ -29,8 +29,8 @@ class Scales(NamedTuple):
 class CacheKernels(NamedTuple):
     """Values only."""
 
-    quantise: Callable  # q, k, v, scales, packed -> (codes of q, k, v in their shapes, what `attend` reads k and v from)
-    attend: Callable  # codes of q, that, scales, packed, softmax scale -> [tokens, heads, D]
+    quantise: Callable  # q, k, v, scales, packed -> (codes of q, k, v in their shapes, the cache that `attend` reads)
+    attend: Callable  # codes of q, cache, scales, packed, softmax scale -> [tokens, heads, D]
 
 
 def _reference_quantise(q, k, v, scales: Scales, packed: Packed):

@@ -30,7 +30,7 @@ from .packing import Packed
 
 @dataclass(frozen=True)
 class Quantised:
-    """What a ModelOpt checkpoint of FP8, NVFP4 and an FP8 cache runs instead of linear, relu2, attention and experts."""
+    """A ModelOpt checkpoint of FP8, NVFP4 and an FP8 cache runs these for linear, relu2, attention and experts."""
 
     linear: linear_fp8_static.StaticKernels
     attention: attention_fp8.CacheKernels

@@ -89,13 +89,24 @@ def _taken(kernels, kind: str, held: list[torch.Tensor], like: torch.Tensor) -> 
     return held[0]
 
 
+def calibrated(model) -> dict[str, torch.Tensor]:
+    """The scales of inputs and of the cache, by the engine's names."""
+    return {name: p.detach() for name, kind, p in _named(model) if kind == "scale"}
+
+
 def multiplied(model) -> dict[str, torch.Tensor]:
-    """By the engine's name of a master: what the forward multiplies with, dequantised; for comparisons."""
+    """By the engine's name of a master: what the forward multiplies with, dequantised, in the master's shape."""
     kernels, found = model.kernels.quantised, {}
     for name, kind, parameter in _named(model):
-        (found[name], *_) = made = _made(kernels, kind, parameter.detach())
+        master = parameter.detach()
         if kind == "FP8":
-            found[name] = linear_fp8_static.dequantise(made[0].t(), made[1], torch.float32)
+            found[name] = linear_fp8_static.dequantise(*kernels.linear.operand(master), _wide(master))
         elif kind == "NVFP4":
-            found[name] = kernels.experts.operand(parameter.detach()).values(torch.float32)
+            found[name] = kernels.experts.operand(master).values(_wide(master))
+        elif kind != "scale":
+            (found[name],) = _made(kernels, kind, master)
     return found
+
+
+def _wide(master: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(master.dtype, torch.float32)
