@@ -95,17 +95,18 @@ def _arm_without(slug: str, site: pathlib.Path, env: dict[str, str], run) -> dic
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         rows, refused, _ = run(slug, env | {"PYTHONPATH": path})
     state, why = verdict(rows, refused)
-    return {"engine": state, "why": why, "rows": rows}
+    return {"engine": state, "engine_why": why, "rows": rows}
 
 
 def joined(slug: str, arm: dict, tests: list[str], said: dict[str, str]) -> dict:
     """The row of one patch: the engine's arm decides, and where it shows nothing the Counter-Tests do."""
-    passed, why = counter_tests.verdict(tests, said)
-    row = {"patch": slug, "state": arm["engine"], **arm, "counter_tests": {test: said[test] for test in tests}}
+    row = {"patch": slug, "state": arm["engine"], "why": arm["engine_why"], **arm,
+           "counter_tests": {test: said[test] for test in tests}}
     if arm["engine"] == "shown":
         return row
+    passed, why = counter_tests.verdict(tests, said)
     return row | {"state": "shown" if passed else arm["engine"],
-                  "why": f"Counter-Tests: {why}; engine {arm['engine']}: {arm['why']}"}
+                  "why": f"Counter-Tests: {why}; engine {arm['engine']}: {arm['engine_why']}"}
 
 
 class Devices:
@@ -135,22 +136,29 @@ def counter(recipe: Recipe, ui: UI, *, site: pathlib.Path, patches: list[str] | 
     deadline, lock = time.monotonic() + budget, record.bind(site)
     kept = record.Record("counter", recipe.subject, {"tokens": tokens, "cases": list(CASES)}, out)
     earlier = _earlier(kept.path, lock)
-    kept.data["counter_tests"] = tests = _tests(earlier, lock, known, env, logs, ui)
-
-    def row(slug: str, arm: dict) -> None:
-        kept.row(joined(slug, arm, known[slug], tests["said"]))
-        ui.note(f"without {slug}: {kept.data['rows'][-1]['state']}: {kept.data['rows'][-1]['why']}")
-
     chosen = [] if tests_only else [slug for slug in known if not patches or slug in patches]
-    before = {old["patch"]: {key: old[key] for key in ("engine", "why", "rows")} for old in earlier["rows"]
-              if old["patch"] in known}
-    for slug in known:
-        if slug not in chosen:
-            row(slug, before.get(slug, {"engine": "not run", "why": "not asked for", "rows": []}))
+
+    def ask() -> dict[str, str]:
+        """What the Counter-Tests say; and the rows of the patches that no engine runs without, now or before."""
+        kept.data["counter_tests"] = tests = _tests(earlier, lock, known, env, logs, ui)
+        for slug in known:
+            if slug not in chosen:
+                arm = earlier["arms"].get(slug, {"engine": "not run", "engine_why": "not asked for", "rows": []})
+                kept.row(joined(slug, arm, known[slug], tests["said"]))
+        return tests["said"]
+
     whole = None
-    if chosen:
-        whole = _arms(recipe, ui, workload.build(tokens, recipe.vocab), kept, row, chosen, site=site, at_once=at_once,
-                      logs=logs, deadline=deadline, env=env, backend=backend)
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:
+        asking = beside.submit(ask)
+
+        def row(slug: str, arm: dict) -> None:
+            kept.row(joined(slug, arm, known[slug], asking.result()))
+            ui.note(f"without {slug}: {kept.data['rows'][-1]['state']}: {kept.data['rows'][-1]['why']}")
+
+        if chosen:
+            whole = _arms(recipe, ui, workload.build(tokens, recipe.vocab), kept, row, chosen, site=site,
+                          at_once=at_once, logs=logs, deadline=deadline, env=env, backend=backend)
+        asking.result()
     states = {each["patch"]: each["state"] for each in kept.data["rows"]}
     locked = bool(whole) and whole["state"] == "locked" and lock["state"] == "locked"
     kept.finish(locked and set(states) == {*known, WITH_ALL} and "not run" not in states.values(),
@@ -170,11 +178,11 @@ def _arms(recipe: Recipe, ui: UI, work: workload.Workload, kept: record.Record, 
 
     def without(slug: str) -> tuple[str, dict]:
         if deadline - time.monotonic() < 60:
-            return slug, {"engine": "not run", "why": "out of budget", "rows": []}
+            return slug, {"engine": "not run", "engine_why": "out of budget", "rows": []}
         try:
             return slug, _arm_without(slug, site, env, run)
         except EngineError as error:
-            return slug, {"engine": "not run", "why": str(error), "rows": []}
+            return slug, {"engine": "not run", "engine_why": str(error), "rows": []}
 
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         whole, arms = pool.submit(run, "with", env), [pool.submit(without, slug) for slug in chosen]
@@ -205,8 +213,9 @@ def _earlier(path: pathlib.Path, lock: dict) -> dict:
     try:
         data = json.loads(path.read_text())
         if data["counter_tests"]["lock"] == lock:
-            return {"rows": data["rows"], "said": data["counter_tests"]["said"],
-                    "versions": data["counter_tests"]["versions"]}
+            arms = {row["patch"]: {key: row[key] for key in ("engine", "engine_why", "rows")} for row in data["rows"]
+                    if row["patch"] != WITH_ALL and row["engine"] != "not run"}
+            return {"arms": arms, "said": data["counter_tests"]["said"], "versions": data["counter_tests"]["versions"]}
     except (FileNotFoundError, KeyError, ValueError):
         pass
-    return {"rows": [], "said": {}, "versions": []}
+    return {"arms": {}, "said": {}, "versions": []}

@@ -66,6 +66,8 @@ def test_a_record_grows_while_the_lock_is_the_same(run, monkeypatch):
     assert states == {"(all patches)": "equal", "needed": "shown", "by-test": "shown",
                       **dict.fromkeys(("refuses", "breaks", "unseen"), "not run")} and not data["complete"]
     assert all("t::by-test" not in nodes for nodes in run.asked[1:])  # it had passed
+    row = next(row for row in run(["needed"])[1]["rows"] if row["patch"] == "by-test")
+    assert row["why"] == "Counter-Tests: 1 passed; engine unseen: every case agrees without it"
     monkeypatch.setattr(record, "bind", lambda folder: {"state": "locked", "entry": "e", "digest": "another"})
     assert run(["by-test"])[0]["needed"] == "not run"
 
