@@ -67,21 +67,35 @@ def test_expert_and_token_without_rows_get_zero_gradient():
     assert not weights.grad[ids < 0].any() and weights.grad[ids >= 0].all()
 
 
+@pytest.mark.parametrize("experts", [1, 2, 3])
+def test_blocks_of_experts_change_no_gradient(experts, monkeypatch):
+    *inputs, ids = scene(9, 6, 5)
+    grad = torch.randn(9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole = torch.autograd.grad(run(*inputs, ids), inputs, grad)
+    most = int(torch.bincount(ids[ids >= 0]).max())
+    monkeypatch.setattr(module, "BLOCK_BYTES", experts * most * 6 * 8)
+    for got, want in zip(torch.autograd.grad(run(*inputs, ids), inputs, grad), whole, strict=True):
+        assert torch.allclose(got, want, rtol=1e-13, atol=1e-14)
+
+
 def faults():
-    kept = module._through_experts
+    real = module._block_grads
 
-    def unweighted(rows, weight, counts):  # drows without the routing weight: what forgetting it amounts to
-        return kept(torch.ones_like(rows), weight, counts)
+    def unweighted(drows, *rest):  # rows without the routing weight: what forgetting it amounts to
+        return real((drows != 0).to(drows.dtype), *rest)
 
-    def wrong_expert(rows, weight, counts):
-        return kept(rows, weight.flip(0), counts)
+    def wrong_expert(drows, gate_up, x, w13, w2, limit):
+        return real(drows, gate_up, x, w13.flip(0), w2.flip(0), limit)
+
+    def transposed(*arguments):
+        dx, dw13, dw2 = real(*arguments)
+        return dx, dw13.flip(1), dw2
 
     return {
-        "routing weight": (module, "_through_experts", unweighted),
-        "expert of a row": (module, "_through_experts", wrong_expert),
+        "routing weight": (module, "_block_grads", unweighted),
+        "expert of a row": (module, "_block_grads", wrong_expert),
         "clamp": (swiglu, "product_grad", lambda x, g, _, real=swiglu.product_grad: real(x, g, 1e9)),
-        "weight's transpose": (module, "_expert_weight_grad", lambda a, b, n, real=module._expert_weight_grad:
-                               real(a.flip(1), b, n)),
+        "weight's transpose": (module, "_block_grads", transposed),
     }  # fmt: skip
 
 

@@ -98,6 +98,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.masters.check()
         q, rows, sink, indices, lengths = ctx.saved_tensors
+        indices = indices[:, : int(lengths.max())]  # behind it no list has a row
         block = max(1, BLOCK_BYTES // (4 * indices.shape[1] * q.shape[2]))
         dq, drows = torch.empty_like(q), torch.zeros_like(wide(rows))
         dsink = torch.zeros_like(wide(sink))
@@ -111,7 +112,9 @@ class _Attend(torch.autograd.Function):
             dq[part] = (product(dl, k) * ctx.scale).to(q.dtype)
             dk = product(dl.mT, wide(q[part])) * ctx.scale + product(p.mT, g)
             listed = indices[part].flatten().long()
-            drows.index_add_(0, listed.clamp(min=0), dk.flatten(0, 1))  # an entry without a row has p = 0, hence dk = 0
+            # An entry without a row has p = 0, hence dk = 0; spread over all rows, for adds to one row wait in line.
+            anywhere = torch.arange(len(listed), device=q.device) % len(rows)
+            drows.index_add_(0, torch.where(listed < 0, anywhere, listed), dk.flatten(0, 1))
             dsink -= (p_sink * along).sum(0)
         return None, dq, drows.to(rows.dtype), dsink.to(sink.dtype), None, None, None, None
 

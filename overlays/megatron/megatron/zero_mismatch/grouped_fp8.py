@@ -17,7 +17,8 @@ Backward, quantisers taken for the identity, in BF16 products with fp32 accumula
     dhidden       = SwiGLU'(hidden)      dw13[e] = dhidden.T @ x       dx[t] = sum over slots of dhidden @ w13[e]
 
 Slots with expert -1 (padding, or another rank's) contribute nothing and get zero. `ids`, `limit`, `kernels`, `cache`
-and `guard` get None. Sums over slots and over an expert's rows run in slot order and by ascending token: repeatable.
+and `guard` get None. Each expert's rows are laid out by ascending token and padded with zeros to those of the fullest
+expert, so that one batched product serves all experts of a block; zeros change no sum, and two runs give the same bits.
 
 x: [T, H] bf16; w13: [E, 2 * I, H] bf16, gate rows first; w2: [E, H, I] bf16; ids: [T, S] int32; weights: [T, S] fp32.
 """
@@ -27,10 +28,13 @@ from typing import Any, NamedTuple
 import torch
 
 from . import quant_fp8, swiglu
+from .batched import product
 from .linear_fp8 import OperandCache, vllm_cast
 from .masters import Masters
 from .packing import wide
 from .version_guard import WeightGuard
+
+BLOCK_BYTES = 1 << 28  # of one padded [experts, rows, H] operand in the backward
 
 
 class Parts(NamedTuple):
@@ -122,18 +126,25 @@ def _vllm_experts(x, w13, w2, ids, weights, limit) -> Parts:
 VLLM = ExpertKernels(vllm_operand, _vllm_experts)
 
 
-def _through_experts(rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """rows[i] @ weight[expert of i]; rows lie by expert, counts[e] each."""
-    return torch.cat([part @ weight[e] for e, part in enumerate(rows.split(counts)) if len(part)])
+def _blocks(counts: list[int], row_bytes: int):
+    """(experts, their slots in the order by expert, rows of the fullest of them) of each block of experts."""
+    size, begin = max(1, BLOCK_BYTES // (max(1, *counts) * row_bytes)), 0
+    for first in range(0, len(counts), size):
+        part = counts[first : first + size]
+        yield slice(first, first + len(part)), slice(begin, begin + sum(part)), max(1, *part)
+        begin += sum(part)
 
 
-def _expert_weight_grad(left: torch.Tensor, right: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """left.T @ right over each expert's rows: [E, N, K], zero for an expert without rows."""
-    grad = left.new_zeros(len(counts), left.shape[1], right.shape[1])
-    for e, (a, b) in enumerate(zip(left.split(counts), right.split(counts), strict=True)):
-        if len(a):
-            torch.mm(a.T, b, out=grad[e])
-    return grad
+def _padded(values: torch.Tensor, lie: torch.Tensor, experts: int, most: int) -> torch.Tensor:
+    """[rows, N] -> [experts, most, N], row i at place lie[i] of all; zeros elsewhere."""
+    return values.new_zeros(experts * most, values.shape[1]).index_copy_(0, lie, values).unflatten(0, (experts, most))
+
+
+def _block_grads(drows, gate_up, x, w13, w2, limit: float):
+    """(dx, dw13, dw2) of a block; drows, x: [experts, most, H], gate_up: [experts, most, 2 * I], zero where padded."""
+    dw2 = product(drows.mT, swiglu.product(gate_up, limit).to(x.dtype))
+    dhidden = swiglu.product_grad(gate_up, product(drows, w2), limit)
+    return product(dhidden, w13), product(dhidden.mT, x), dw2
 
 
 class _GroupedFp8(torch.autograd.Function):
@@ -153,30 +164,25 @@ class _GroupedFp8(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.masters.check()
         x, w13, w2, weights, ids, hidden, rows, place = ctx.saved_tensors
-        need_x, need_w13, need_w2, need_weights = ctx.needs_input_grad[1:5]
         flat = ids.flatten()
         live = (flat >= 0).nonzero().squeeze(1)
         order = live[torch.argsort(flat[live], stable=True)]  # slots by expert, then by token
-        counts = torch.bincount(flat[order], minlength=len(w13)).tolist()
-        token, at = order // ids.shape[1], place.flatten()[order].long()
-        dout = wide(grad[token])
-        dweights = None
-        if need_weights:
-            dweights = torch.zeros_like(weights).flatten()
-            dweights = dweights.index_copy(0, order, (dout * wide(rows[at])).sum(-1)).view_as(weights)
-        drows = (dout * weights.flatten()[order, None]).to(x.dtype)
-        hidden = hidden[at]
-        dw2 = dw13 = dx = None
-        if need_w2:
-            dw2 = _expert_weight_grad(drows, swiglu.product(hidden, ctx.limit).to(x.dtype), counts)
-        if need_x or need_w13:
-            dhidden = swiglu.product_grad(hidden, _through_experts(drows, w2, counts), ctx.limit)
-        if need_w13:
-            dw13 = _expert_weight_grad(dhidden, x[token], counts)
-        if need_x:
-            slots = x.new_zeros(flat.numel(), x.shape[1]).index_copy(0, order, _through_experts(dhidden, w13, counts))
-            dx = slots.view(*ids.shape, -1).sum(1, dtype=dout.dtype).to(x.dtype)
-        return None, dx, dw13, dw2, dweights, None, None, None, None
+        expert = flat[order].long()
+        counts = torch.bincount(expert, minlength=len(w13))
+        rank = torch.arange(len(order), device=x.device) - (counts.cumsum(0) - counts)[expert]
+        dw13, dw2, dweights = torch.empty_like(w13), torch.empty_like(w2), torch.zeros_like(weights).flatten()
+        slots = x.new_zeros(flat.numel(), x.shape[1])
+        for experts, part, most in _blocks(counts.tolist(), x.shape[1] * x.element_size()):
+            own, lie = order[part], (expert[part] - experts.start) * most + rank[part]
+            token, at = own // ids.shape[1], place.flatten()[own].long()
+            dout, among = wide(grad[token]), (lie, experts.stop - experts.start, most)
+            dweights[own] = (dout * wide(rows[at])).sum(-1)
+            drows = (dout * weights.flatten()[own, None]).to(x.dtype)
+            slabs = (_padded(values, *among) for values in (drows, hidden[at], x[token]))
+            dslots, dw13[experts], dw2[experts] = _block_grads(*slabs, w13[experts], w2[experts], ctx.limit)
+            slots[own] = dslots.flatten(0, 1)[lie]
+        dx = slots.view(*ids.shape, -1).sum(1, dtype=wide(x).dtype).to(x.dtype)
+        return None, dx, dw13, dw2, dweights.view_as(weights), None, None, None, None
 
 
 def grouped_fp8(
