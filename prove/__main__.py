@@ -91,14 +91,14 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--restore-after", type=int, default=5, metavar="UPDATE",
                      help="save after this one, restore in a fresh process (default 5)")
 
-    one = verb("async", "rollout and training at the same time, a bounded version lag apart; stop, resume")
+    one = verb("async", "rollout and training at the same time, a bounded lag apart; stop and resume; a killed worker")
     one.add_argument("--lag", type=int, default=2, help="most versions between rollout and update (default 2)")
     one.add_argument("--updates", type=int, default=100, help="optimizer steps (default 100)")
     one.add_argument("--stop-after", type=int, default=60, metavar="UPDATE",
                      help="stop after this one and resume from the files (default 60)")
-    one.add_argument("--synchronous", type=int, default=20, metavar="UPDATES",
-                     help="synchronous steps to time against (default 20)")
-    one.add_argument("--groups", type=int, default=4, help="prompts an update (default 4)")
+    one.add_argument("--synchronous", type=int, default=15, metavar="UPDATES",
+                     help="synchronous steps to time against (default 15)")
+    one.add_argument("--groups", type=int, default=8, help="prompts an update (default 8)")
     one.add_argument("--answers", type=int, default=4, help="answers sampled for each prompt (default 4)")
     one.add_argument("--out-tokens", type=int, default=64, help="tokens of an answer (default 64)")
     one.add_argument("--lr", type=float, default=2e-5, help="AdamW's learning rate (default 2e-5)")

@@ -20,6 +20,7 @@ import multiprocessing.util
 import os
 import pathlib
 import shutil
+import signal
 import time
 
 import numpy as np
@@ -207,7 +208,8 @@ class Asynchronous:
         with _training():
             row = train_on(self, work, [group], scored, started)
             row["sync_seconds"] = self._sync()
-        return {**row, "tasks": [task], "lags": [0], "rollout_seconds": found["seconds"], "at": time.perf_counter()}
+        return {**row, "tasks": [task], "lags": [0], "rollout_seconds": found["seconds"], "waiting": 0,
+                "at": time.perf_counter()}
 
     def op_open(self, *, work: dict, max_lag: int, folder: str, state: str | None = None) -> dict:
         """Starts the loop, from a saved state where there is one. `op_actor` before it has built the actor."""
@@ -226,6 +228,12 @@ class Asynchronous:
         return {"version": self.actor.guard.version, "digest": self.actor.guard.digest,
                 "arrived": sorted(group["task"] for group in self.loop.queue.state())}
 
+    def op_fill(self) -> dict:
+        """Waits for the worker's engine, and until it may generate no further ahead."""
+        started = time.perf_counter()
+        self.loop.queue.fill()
+        return {"waiting": self.loop.queue.counts()[0], "seconds": time.perf_counter() - started}
+
     def op_learn(self) -> dict:
         """The next update, as soon as its samples are there."""
         started = time.perf_counter()
@@ -233,7 +241,18 @@ class Asynchronous:
             (row,) = self.loop.run(1)
         ended = time.perf_counter()
         waited = ended - started - row["score_seconds"] - row["update_seconds"]
-        return {**row, "other_seconds": waited, "at": ended}  # waiting for samples, publishing, keeping the masters
+        return {**row, "other_seconds": waited,  # waiting for samples, publishing, keeping the masters
+                "waiting": self.loop.queue.counts()[0], "at": ended}
+
+    def op_kill(self) -> dict:
+        """Kills the worker while it has a task. `lost`: that task did not arrive, and is to be generated anew."""
+        queue, pool = self.loop.queue, self.loop.pool
+        _until(lambda: queue.issued(), "no task was handed out")
+        (task,), (pid,) = queue.issued(), pool.pids()
+        os.kill(pid, signal.SIGKILL)
+        _until(lambda: pool.pids() != [pid], "the killed worker was not replaced")
+        return {"task": task, "lost": task not in [group["task"] for group in queue.state()], "deaths": pool.deaths,
+                "waiting": queue.counts()[0]}
 
     def op_stop(self, *, path: str) -> dict:
         """Lets the worker finish, and leaves everything in `path` and the folder given to `op_open`."""
@@ -244,6 +263,14 @@ class Asynchronous:
             torch.save(state, path)
         return {"version": state["version"], "digest": state["digest"], "deaths": self.loop.pool.deaths,
                 "arrived": sorted(group["task"] for group in state["arrived"]), "issued": self.loop.queue.counts()[1]}
+
+
+def _until(condition, otherwise: str, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise RuntimeError(f"{otherwise} in {seconds} s")
+        time.sleep(0.001)
 
 
 class Backend(Asynchronous, trainer_backend.Backend):

@@ -5,17 +5,21 @@ Four parts, one actor after the other in the learner's process (`async_backend` 
     synchronous   steps of rollout, score, update, sync: what the asynchronous ones are timed against
     asynchronous  from the same first weights, with at most `--lag` versions between rollout and update
     stopped       the worker finishes, everything goes to files, worker and actor are dropped
-    resumed       a new worker and a new actor go on from the files
+    resumed       a new worker and a new actor go on from the files; halfway through, the worker is killed with SIGKILL
+                  while it has a task: another takes its place, and the task is generated anew
 
 Before every update each answer is scored at the version that sampled it, and every word must be the sampler's: what is
 left between rollout and learner is then weight lag alone. `d3` splits into `lag_k3` and `kernel_k3`; the latter must be
-exactly 0, and at lag 0 so must the whole. Every task must be trained once and in order, across the stop too.
+exactly 0, and at lag 0 so must the whole. Every task must be trained once and in order, across the stop and the death.
 
-The lag is what comes of it, up to `--lag`: samples wait, and grow old, only while training is slower than generation.
-The summary says how many updates had which lag.
+The asynchronous part begins with a full queue, so its first updates have lags 0, 1, ... `--lag`. From then on the lag
+is what comes of it: samples wait, and grow old, only while training is slower than generation. The summary says how
+many updates had which lag.
 
-Throughput is trained response tokens a second between updates, the first of a part left out: kernels are compiled in
-them, and the queue fills. The task is that of `prove train`.
+Throughput is response tokens a second between updates, the first of a part left out (kernels are compiled in them):
+those trained or those generated, whichever are fewer, so that emptying the queue is not counted as speed. Both
+processes are on one GPU, without MPS: it runs the kernels of one of them at a time, and what overlaps is mostly the
+host's work. The task is that of `prove train`.
 """
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ import shutil
 import time
 
 from prove import record
-from prove.engine import Engine
+from prove.engine import Engine, EngineError
 from prove.recipe import Recipe
 from prove.rollout import _event, engine_start
 from prove.train import MICRO, SHARE, Trainer, _gain
@@ -50,9 +54,10 @@ class Settings:
     def __post_init__(self):
         if self.lag < 1:
             raise ValueError(f"found --lag {self.lag}, expected at least 1: lag 0 is the synchronous part")
-        if not self.untimed + 1 < self.stop_after < self.updates:
+        if not self.untimed + 1 < self.stop_after < self.updates - 1:
             raise ValueError(f"found --stop-after {self.stop_after} of {self.updates} updates, expected more than "
-                             f"{self.untimed + 1}, of which the first {self.untimed} are not timed, and fewer than all")
+                             f"{self.untimed + 1}, of which the first {self.untimed} are not timed, and at least two "
+                             "fewer than all")
         if self.synchronous < WARM + 2:
             raise ValueError(f"found {self.synchronous} synchronous updates, expected at least {WARM + 2}: {WARM} are "
                              "not timed")
@@ -60,6 +65,10 @@ class Settings:
     @property
     def untimed(self) -> int:
         return max(WARM, self.lag + 1)
+
+    @property
+    def kill_after(self) -> int:
+        return (self.stop_after + self.updates) // 2
 
     @property
     def response_tokens(self) -> int:
@@ -82,13 +91,18 @@ def async_rl(recipe: Recipe, ui: UI, settings: Settings, *, out: pathlib.Path, l
         kept.engine("learner and worker", engine.info, start["flags"], environment)
         kept.actor(engine.info)
         parts = _Parts(Trainer(engine, deadline), settings, recipe.vocab, folder, kept, ui)
-        parts.run()
+        try:
+            parts.run()
+        except EngineError as error:  # what was reached is summed up; it does not pass
+            kept.data["error"] = str(error)
+            ui.say(str(error))
     summary = summarise(kept.data["rows"], settings)
-    if "resumed" in kept.data:
+    if "end" in kept.data:
         summary["stopped_and_resumed"] = same_state(kept.data["stopped"], kept.data["resumed"])
+        summary["death_made_good"] = made_good(kept.data["killed"], kept.data["end"])
     for name, value in summary.items():
         ui.say(f"{name}: {value}")
-    checks = ("equal", "every_task_once", "was_asynchronous", "learned", "stopped_and_resumed")
+    checks = ("equal", "every_task_once", "lag_reached", "learned", "stopped_and_resumed", "death_made_good")
     kept.finish(kept.locked and summary["updates"] == settings.updates and summary["throughput"] is not None,
                 all(summary.get(check) for check in checks), summary=summary)
     return kept.data
@@ -112,14 +126,19 @@ class _Parts:
             return
         call("actor", lr=lr, restore=first)
         self._open()
+        self.kept.data["filled"] = call("fill")
         if not self._learn("asynchronous", self.settings.stop_after):
             return
         self.kept.data["stopped"] = call("stop", path=str(self.folder / "state.pt"))
         self.ui.note(f"stopped at version {self.kept.data['stopped']['version']}")
         call("actor", lr=lr)
         self.kept.data["resumed"] = self._open(state=str(self.folder / "state.pt"))
-        if self._learn("resumed", self.settings.updates - self.settings.stop_after):
-            call("stop", path=str(self.folder / "end.pt"))
+        if not self._learn("resumed", self.settings.kill_after - self.settings.stop_after):
+            return
+        self.kept.data["killed"] = call("kill")
+        self.ui.note(f"killed the worker on task {self.kept.data['killed']['task'] + 1}")
+        if self._learn("resumed", self.settings.updates - self.settings.kill_after):
+            self.kept.data["end"] = call("stop", path=str(self.folder / "end.pt"))
 
     def _open(self, state: str | None = None) -> dict:
         self.ui.note("starting the worker's engine")
@@ -153,6 +172,11 @@ def same_state(stopped: dict, resumed: dict) -> bool:
     return stopped["issued"] == 0 and all(stopped[key] == resumed[key] for key in ("version", "digest", "arrived"))
 
 
+def made_good(killed: dict, end: dict) -> bool:
+    """The worker died over a task, once, and its successor finished; `every_task_once` sees what became of the task."""
+    return killed["lost"] and killed["deaths"] == end["deaths"] == 1 and end["issued"] == 0
+
+
 def summarise(rows: list[dict], settings: Settings) -> dict:
     """What the rows say together. Parts that were not reached count as not shown."""
     from megatron.zero_mismatch.mismatch_metrics import peak_to_median
@@ -167,7 +191,8 @@ def summarise(rows: list[dict], settings: Settings) -> dict:
         "updates": len(trained), "equal": all(row["equal"] for row in rows) and bool(trained),
         "every_task_once": [task for row in trained for task in row["tasks"]] == list(range(settings.updates)),
         "lags": {str(lag): lags.count(lag) for lag in sorted(set(lags))},
-        "was_asynchronous": any(lags) and any(row["lag_k3"] > 0 for row in trained),
+        "lag_reached": settings.lag in lags and any(row["lag_k3"] > 0 for row in trained),
+        "kernel_k3": max((row["kernel_k3"] for row in trained), default=None),
         "d3_peak": max(d3, default=None),
         "d3_peak_to_median": ratio if ratio is None or math.isfinite(ratio) else "the median is 0",
         "largest_weight": max((row["max_weight"] for row in trained), default=None),
@@ -182,12 +207,15 @@ def _throughput(rows: list[dict], settings: Settings) -> dict | None:
              for part, untimed in (("synchronous", WARM), ("asynchronous", settings.untimed))]
     if None in rates:
         return None
-    return {"synchronous": rates[0], "asynchronous": rates[1], "ratio": rates[1] / rates[0],
+    return {"synchronous": rates[0], "asynchronous": rates[1], "ratio": rates[1] / rates[0], "gpus": 1,
             "aim": f"{AIM} on 16 GPUs, not claimed here"}
 
 
 def _rate(rows: list[dict], untimed: int, tokens: int) -> float | None:
-    """Response tokens a second from the end of update `untimed` to the end of the last one."""
+    """Response tokens a second from the end of update `untimed` to the end of the last one: the lower of the trained
+    and of the generated."""
     if len(rows) <= untimed:
         return None
-    return (len(rows) - untimed) * tokens / (rows[-1]["at"] - rows[untimed - 1]["at"])
+    first, last, trained = rows[untimed - 1], rows[-1], len(rows) - untimed
+    generated = trained + last["waiting"] - first["waiting"]
+    return min(trained, generated) * tokens / (last["at"] - first["at"])

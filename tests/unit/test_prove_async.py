@@ -18,7 +18,7 @@ WORDS = {"tokens": 16, "differing_words": 0, "invalid_tokens": 0}
 def row(part, task, lag=0, at=None, **change):
     d3 = 0.5 * lag
     made = {"part": part, "tasks": [task], "lags": [lag], "words": WORDS, "d3": d3, "lag_k3": d3, "kernel_k3": 0.0,
-            "max_weight": 1.0 + lag, "reward": 0.1 * task, "at": float(task if at is None else at)}
+            "max_weight": 1.0 + lag, "reward": 0.1 * task, "waiting": 2, "at": float(task if at is None else at)}
     made |= change
     return made | {"equal": async_rl.equal(made, 16)}
 
@@ -32,7 +32,7 @@ def rows(**change):
 
 def test_a_run_as_it_must_be_passes_every_check():
     summary = async_rl.summarise(rows(), SETTINGS)
-    checks = ("equal", "every_task_once", "was_asynchronous", "learned")
+    checks = ("equal", "every_task_once", "lag_reached", "learned")
     assert all(summary[check] for check in checks) and summary["updates"] == 12
     assert summary["lags"] == {"0": 1, "1": 1, "2": 10}
     assert summary["d3_peak_to_median"] == 1.0 and summary["largest_weight"] == 3.0
@@ -41,6 +41,16 @@ def test_a_run_as_it_must_be_passes_every_check():
 def test_throughput_leaves_out_the_first_updates_of_a_part_and_the_resumed_one():
     found = async_rl.summarise(rows(), SETTINGS)["throughput"]
     assert (found["synchronous"], found["asynchronous"], found["ratio"]) == (8.0, 16.0, 2.0)
+
+
+def test_emptying_the_queue_is_not_counted_as_speed():
+    """Three updates are timed; two of their tasks had been generated before."""
+    drained = rows()
+    drained[14]["waiting"] = 0
+    assert async_rl.summarise(drained, SETTINGS)["throughput"]["ratio"] == pytest.approx(2 / 3)
+    filled = rows()
+    filled[14]["waiting"] = 9
+    assert async_rl.summarise(filled, SETTINGS)["throughput"]["ratio"] == 2.0, "nor is filling it"
 
 
 @pytest.mark.parametrize("change", [
@@ -63,7 +73,9 @@ def test_a_task_lost_or_trained_twice_is_seen():
 
 def test_a_run_without_lag_or_that_ended_early_proves_nothing():
     nothing = async_rl.summarise([row("asynchronous", task) for task in range(12)], SETTINGS)
-    assert nothing["equal"] and not nothing["was_asynchronous"] and nothing["throughput"] is None
+    assert nothing["equal"] and not nothing["lag_reached"] and nothing["throughput"] is None
+    below = [row("asynchronous", task, min(task, 1)) for task in range(12)]
+    assert not async_rl.summarise(below, SETTINGS)["lag_reached"], "--lag 2 that never was 2"
     assert not async_rl.summarise([], SETTINGS)["equal"]
 
 
@@ -75,7 +87,17 @@ def test_a_resume_from_another_state_is_seen(key, other):
     assert not async_rl.same_state(stopped | {"issued": 1}, stopped)
 
 
-@pytest.mark.parametrize("change", [{"lag": 0}, {"stop_after": 12}, {"stop_after": 6}, {"lag": 8}, {"synchronous": 6}])
+@pytest.mark.parametrize("key, other", [("lost", False), ("deaths", 2), ("deaths", 0)])
+def test_a_death_that_cost_nothing_or_was_not_the_only_one_is_seen(key, other):
+    killed, end = {"task": 9, "lost": True, "deaths": 1}, {"deaths": 1, "issued": 0}
+    assert async_rl.made_good(killed, end)
+    assert not async_rl.made_good(killed | {key: other}, end)
+    assert not async_rl.made_good(killed, end | {"deaths": 2})
+    assert not async_rl.made_good(killed, end | {"issued": 1})
+
+
+@pytest.mark.parametrize("change", [{"lag": 0}, {"stop_after": 12}, {"stop_after": 11}, {"stop_after": 6}, {"lag": 8},
+                                    {"synchronous": 6}])
 def test_settings_that_leave_a_part_without_a_measurement_are_refused(change):
     with pytest.raises(ValueError, match="expected"):
         dataclasses.replace(SETTINGS, **change)

@@ -41,6 +41,8 @@ def test_samples_of_older_versions_agree_at_their_own_version_across_a_stop_and_
     assert lagging and all(row["d3"] > 0 and row["kernel_k3"] == 0 for row in lagging)
     assert max(int(lag) for lag in data["summary"]["lags"]) <= 2
     assert data["summary"]["every_task_once"] and data["summary"]["stopped_and_resumed"]
+    assert data["summary"]["lag_reached"] and data["summary"]["lags"]["2"] >= 1
+    assert data["summary"]["death_made_good"] and data["killed"]["task"] >= 7
     assert data["stopped"]["version"] == 6 and data["stopped"]["arrived"], "samples that crossed the stop were trained"
     assert rows["asynchronous"][0]["version"] == 0, "from the first weights, not from those of the synchronous part"
     assert data["summary"]["throughput"]["ratio"] > 0
