@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.append(str(ROOT / "overlays" / "megatron"))  # the worker processes get this path, not conftest's stub package
 
 from megatron.zero_mismatch.async_loop import AsyncLoop  # noqa: E402
-from megatron.zero_mismatch.rollout_workers import WorkerFailed, WorkerPool, _Worker  # noqa: E402
+from megatron.zero_mismatch.rollout_workers import WorkerFailed, WorkerPool, _receive, _send, _Worker  # noqa: E402
 from megatron.zero_mismatch.sample_queue import Group, SampleQueue  # noqa: E402
 from megatron.zero_mismatch.version_guard import WeightsChanged  # noqa: E402
 from megatron.zero_mismatch.weight_sync import SyncRefused, Tag  # noqa: E402
@@ -145,6 +145,27 @@ def test_a_message_cut_off_by_a_kill_is_no_message():
     assert WorkerPool._receive(_Worker(None, ours)) is None
 
 
+def test_a_message_cut_off_within_a_tensor_is_no_message():
+    whole, (ours, theirs) = multiprocessing.Pipe(), multiprocessing.Pipe()
+    _send(whole[1], group(0, torch.arange(3)))
+    for _ in range(2):  # the lengths and the pickle, without the tensor
+        theirs.send_bytes(whole[0].recv_bytes())
+    theirs.close()
+    assert WorkerPool._receive(_Worker(None, ours)) is None
+
+
+@pytest.mark.parametrize("tensor", [
+    torch.tensor([-0.0, float("nan"), 1e-45]), torch.randn(3, 4).bfloat16().t(), torch.empty(0, 2), torch.tensor(7),
+    torch.tensor([True, False])], ids=["fp32", "transposed", "empty", "scalar", "bool"])
+def test_a_tensor_keeps_every_bit_on_the_way_and_can_be_written_to(tensor):
+    ours, theirs = multiprocessing.Pipe()
+    _send(theirs, {"same": tensor})
+    found = _receive(ours)["same"]
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(*(one.contiguous().reshape(-1).view(torch.uint8) for one in (found, tensor)))
+    found.zero_()
+
+
 def test_a_task_that_kills_every_worker_ends_the_loop_with_its_name(tmp_path):
     with loop(rollout=MakeRollout(str(tmp_path), always_die_on=1), max_lag=0) as asynchronous:
         with pytest.raises(WorkerFailed, match="died without finishing a task, the last on task 1 with exit code -9"):
@@ -271,8 +292,8 @@ def test_a_learner_that_does_not_step_once_is_refused():
 # ---- the queue alone
 
 
-def group(task):
-    return Group(task, Tag(0, ""), [], [], [])
+def group(task, *tokens):
+    return Group(task, Tag(0, ""), list(tokens), [], [])
 
 
 def test_queue_issues_within_the_window_and_again_what_was_given_back():
@@ -285,6 +306,20 @@ def test_queue_issues_within_the_window_and_again_what_was_given_back():
     assert [g.task for g in queue.take()] == [0, 1]
     queue.trained()
     assert [queue.issue(), queue.issue(), queue.issue()] == [4, 5, None]
+
+
+def test_queue_is_full_when_the_last_task_of_the_window_has_arrived():
+    queue = SampleQueue(groups_per_update=1, max_lag=1)
+    assert [queue.issue(), queue.issue()] == [0, 1] and queue.issued() == [0, 1]
+    queue.put(group(1))
+    late = threading.Timer(0.1, queue.put, [group(0)])
+    late.start()
+    queue.fill()
+    assert queue.counts() == (2, 0) and queue.issued() == []
+    queue.fail(WorkerFailed("planted"))
+    queue.trained()
+    with pytest.raises(WorkerFailed, match="planted"):
+        queue.fill()
 
 
 def test_queue_refuses_a_result_nobody_is_generating():

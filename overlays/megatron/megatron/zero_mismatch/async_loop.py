@@ -109,9 +109,11 @@ class AsyncLoop:
         return {**metrics, "tasks": [group.task for group in groups], "lags": lags}
 
     def _snapshot(self) -> Snapshot:
-        """A copy: the learner goes on writing to the weights while workers are still being sent these."""
-        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.learner.weights()}
-        manifest = Manifest.of(self.learner.guard, tensors.items())
+        """A copy: the learner goes on writing to the weights while workers are still being sent these. What is copied
+        is digested, where it lies, and not the copy: a worker's check then covers the way to the host as well."""
+        exported = list(self.learner.weights())
+        manifest = Manifest.of(self.learner.guard, exported)
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in exported}
         self.ledger.publish(manifest)
         return Snapshot(manifest.to_json(), tensors, manifest.version)
 

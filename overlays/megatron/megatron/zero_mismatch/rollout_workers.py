@@ -9,8 +9,10 @@ not an accident: the traceback becomes the loop's error. So do MOST_DEATHS death
 task or an environment that kills every worker would otherwise be retried for ever. A hang is not detected.
 
 Messages are pickled here rather than by `Connection.send`: torch sends tensors through shared memory there, which a
-killed process can leak; copied bytes it cannot.
+killed process can leak; copied bytes it cannot. A tensor's bytes go from where it lies into the pipe, outside the
+pickle: copying them into one would hold up the learner's thread, which shares the interpreter with the pool's.
 """
+import io
 import multiprocessing
 import pickle
 import signal
@@ -65,7 +67,7 @@ def worker_main(pipe: connection.Connection, make_rollout: Callable[[], Rollout]
         rollout = make_rollout()
         receiver = WeightReceiver(rollout.resident)
         while True:
-            job: Job | None = pickle.loads(pipe.recv_bytes())
+            job: Job | None = _receive(pipe)
             if job is None:
                 return
             if job.weights is not None:
@@ -85,8 +87,35 @@ def _install(receiver: WeightReceiver, weights: Snapshot) -> None:
     receiver.commit()
 
 
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value):
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        return _tensor, (value.dtype, tuple(value.shape), pickle.PickleBuffer(flat.numpy()))
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], data: bytearray) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
 def _send(pipe: connection.Connection, message) -> None:
-    pipe.send_bytes(pickle.dumps(message))
+    """The lengths of the tensors, the pickle, then each tensor's bytes."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = io.BytesIO()
+    _Pickler(pickled, 5, buffer_callback=buffers.append).dump(message)
+    raw = [buffer.raw() for buffer in buffers]
+    pipe.send_bytes(pickle.dumps([len(one) for one in raw]))
+    for part in (pickled.getbuffer(), *raw):
+        pipe.send_bytes(part)
+
+
+def _receive(pipe: connection.Connection):
+    data = [bytearray(length) for length in pickle.loads(pipe.recv_bytes())]
+    pickled = pipe.recv_bytes()
+    for one in data:
+        pipe.recv_bytes_into(one)
+    return pickle.loads(pickled, buffers=data)
 
 
 @dataclass
@@ -188,7 +217,7 @@ class WorkerPool(threading.Thread):
     def _receive(worker: _Worker) -> Group | Failure | None:
         """None: the pipe ended, or ends in the middle of a message."""
         try:
-            return pickle.loads(worker.pipe.recv_bytes())
+            return _receive(worker.pipe)
         except (EOFError, OSError):
             return None
 

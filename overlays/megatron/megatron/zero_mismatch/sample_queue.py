@@ -78,10 +78,13 @@ class SampleQueue:
         """Wait for the groups of the next update. They stay in the queue until `trained`."""
         with self._changed:
             tasks = self._tasks_of(self.version)
-            self._changed.wait_for(lambda: self._error or all(task in self._arrived for task in tasks))
-            if self._error:
-                raise self._error
+            self._wait_for(tasks)
             return [self._arrived[task] for task in tasks]
+
+    def fill(self) -> None:
+        """Wait until the window is full: its last samples will then be `max_lag` versions old when they are trained."""
+        with self._changed:
+            self._wait_for(self._window())
 
     def trained(self) -> None:
         """The update was applied, and its weights published."""
@@ -106,6 +109,11 @@ class SampleQueue:
         with self._changed:
             return len(self._arrived), len(self._issued)
 
+    def issued(self) -> list[int]:
+        """The tasks that are being generated."""
+        with self._changed:
+            return sorted(self._issued)
+
     def state(self) -> list[dict]:
         """The arrived groups, as plain values; `restore` reads them."""
         with self._changed:
@@ -114,6 +122,11 @@ class SampleQueue:
     @staticmethod
     def restore(state: list[dict]) -> list[Group]:
         return [Group(**{**group, "tag": Tag(*group["tag"])}) for group in state]
+
+    def _wait_for(self, tasks: range) -> None:
+        self._changed.wait_for(lambda: self._error or all(task in self._arrived for task in tasks))
+        if self._error:
+            raise self._error
 
     def _tasks_of(self, update: int) -> range:
         return range(update * self._size, (update + 1) * self._size)
