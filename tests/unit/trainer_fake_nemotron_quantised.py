@@ -35,7 +35,7 @@ def _over(held: dict[str, torch.Tensor], first: dict[str, torch.Tensor]):
     """A model that reads the engine's own tensors; a quantised master only says which of them are its."""
     made = model(weights=held)
     named = {}
-    for name, kind, parameter in nemotron_h_weights._named(made):
+    for name, kind, parameter in list(nemotron_h_weights._named(made)):
         own = nemotron_h_weights._names(name, kind)
         if kind == "exponential":
             owner = made.get_submodule(name.rpartition(".")[0])
