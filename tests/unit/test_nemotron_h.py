@@ -62,41 +62,9 @@ def test_only_the_correction_bias_is_not_trained():
     assert frozen == {f"model.layers.{i}.mixer.gate.e_score_correction_bias" for i in (1, 5)}
 
 
-def row_by_row(reference: kernels.Kernels) -> kernels.Kernels:
-    """The reference kernels made invariant by force: no row shares a call with another (sequence)."""
-    def rows(kernel, shared):
-        def call(x, *rest):
-            head, rest = rest[:len(rest) - shared], rest[len(rest) - shared:]
-            found = [kernel(*(t[i:i + 1] for t in (x, *head)), *rest) for i in range(len(x))]
-            return (tuple(map(torch.cat, zip(*found, strict=True))) if isinstance(found[0], tuple) else
-                    torch.cat(found))
-        return call
-
-    def by_sequence(kernel, tensors, packed_at):
-        def call(*a):
-            packed, parts = a[packed_at], []
-            for begin, end in packed.bounds:
-                own = [t[begin:end] for t in a[:tensors]]
-                rest = [Packed((end - begin,), packed.device) if r is packed else r for r in a[tensors:]]
-                parts.append(kernel(*own, *rest))
-            return torch.cat(parts)
-        return call
-
-    return kernels.Kernels(
-        linear=rows(reference.linear, 1), rms_norm=rows(reference.rms_norm, 2),
-        add_rms_norm=rows(reference.add_rms_norm, 2), gated_rms_norm=rows(reference.gated_rms_norm, 3),
-        relu2=reference.relu2, conv1d=by_sequence(reference.conv1d, 1, 3), mamba2=by_sequence(reference.mamba2, 2, 5),
-        attention=by_sequence(reference.attention, 3, 3), router_logits=rows(reference.router_logits, 1),
-        router_top_k=rows(reference.router_top_k, 3),
-        experts=lambda x, u, d, w, i: torch.cat([reference.experts(x[t:t + 1], u, d, w[t:t + 1], i[t:t + 1])
-                                                 for t in range(len(x))]),
-        logprob=rows(reference.logprob, 0),
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def invariant():
-    return row_by_row(kernels.reference())
+    return tiny_nemotron.row_by_row(kernels.reference())
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -5,34 +5,41 @@ computes values. Between them stands the guard: every output is sealed, so a bac
 forward's raises, and the version advances with the optimizer's step and with nothing else.
 
 Micro-batches: `accumulate` may be called any number of times before `update`. Gradients add up in fp32 buffers in the
-order of the calls. One rank for now: tensor, pipeline, context and expert parallelism are refused, not emulated.
+order of the calls. Ranks share a batch by context parallelism (`context_parallel`), or there is one: data, tensor,
+pipeline and expert parallelism are refused, not emulated. Every rank makes the same calls with the same arguments.
 Runs without TransformerEngine and apex: Megatron then takes torch.optim.AdamW (core/optimizer/__init__.py of 0.19.2).
 """
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from .context_parallel import ALONE, Ranks
 from .packing import Packed
 from .version_guard import WeightGuard
 
 _VERSION_FILE = "zero_mismatch.json"
 
 
-def _groups() -> None:
+def _groups(ranks: int) -> Ranks:
     """Megatron's process groups over the default group: the engine's own, when it made one in this process."""
     from megatron.core import parallel_state
 
     if not torch.distributed.is_initialized():
         raise ValueError("actor: found no process group, expected one; call torch.distributed.init_process_group first "
                          "(an engine in the same process has done so)")
-    if torch.distributed.get_world_size() != 1:
-        raise ValueError(f"actor: found {torch.distributed.get_world_size()} ranks, expected 1; more are not proven")
+    if (world := torch.distributed.get_world_size()) != ranks:
+        raise ValueError(f"actor: found {world} ranks, expected {ranks}, the context-parallel size; other ways to "
+                         "share the work are not proven")
     if not parallel_state.model_parallel_is_initialized():
-        # Gloo groups serve host-side gathers of several ranks; one rank has none to make.
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        # Gloo groups serve host-side gathers, which nothing here makes.
+        parallel_state.initialize_model_parallel(context_parallel_size=ranks, create_gloo_process_groups=False)
+    if (found := parallel_state.get_context_parallel_world_size()) != ranks:
+        raise ValueError(f"actor: found Megatron's groups of context-parallel size {found}, expected {ranks}")
+    return Ranks(parallel_state.get_context_parallel_group()) if ranks > 1 else ALONE
 
 
 def _param_groups(config) -> dict:
@@ -50,18 +57,21 @@ def _param_groups(config) -> dict:
 
 
 class Actor:
-    """model: its parameters may lie anywhere before; they move into Megatron's flat buffers here, once."""
+    """model: its parameters may lie anywhere before; they move into Megatron's flat buffers here, once.
+    context_parallel: how many ranks share each batch; all that there are."""
 
     def __init__(self, model: nn.Module, *, heads: int, layers: int, hidden: int, lr: float, clip: float = 1.0,
-                 weight_decay: float = 0.0):  # fmt: skip
+                 weight_decay: float = 0.0, context_parallel: int = 1):  # fmt: skip
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
 
-        _groups()
+        self.ranks = _groups(context_parallel)
         self.model = model
         config = TransformerConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, bf16=True,
-                                   params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
+                                   params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+                                   context_parallel_size=context_parallel,
+                                   calculate_per_token_loss=True)  # gradients of the ranks are summed, not averaged
         buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True,
                                                 check_for_nan_in_grad=True)
         self.ddp = DistributedDataParallel(config, buffers, model)
@@ -72,11 +82,11 @@ class Actor:
         self.guard.watch(self.optimizer)
 
     def logprobs(self, tokens: torch.Tensor, packed: Packed) -> torch.Tensor:
-        """fp32 [tokens], sealed: see the model's forward."""
-        return self.guard.seal(self.ddp(tokens, packed))
+        """fp32 [tokens] on every rank, sealed: see the model's forward."""
+        return self.guard.seal(self.ddp(tokens, replace(packed, ranks=self.ranks)))
 
     def accumulate(self, loss: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor, packed: Packed) -> float:
-        """One micro-batch: forward, `loss` of its logprobs, backward into the fp32 buffers."""
+        """One micro-batch: forward, `loss` of its logprobs (the same on every rank), backward into the fp32 buffers."""
         value = loss(self.logprobs(tokens, packed))
         value.backward()
         return value.item()
@@ -91,18 +101,25 @@ class Actor:
         return float(norm)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The accumulated fp32 gradient of each parameter that has one, by the model's names."""
-        return {name: p.main_grad for name, p in self.model.named_parameters() if p.requires_grad}
+        """The accumulated fp32 gradient of each parameter that has one, by the model's names, summed over the ranks."""
+        found = {name: p.main_grad for name, p in self.model.named_parameters() if p.requires_grad}
+        if self.ranks.size > 1:
+            found = {name: grad.clone() for name, grad in found.items()}
+            for grad in found.values():
+                torch.distributed.all_reduce(grad, group=self.ranks.group)
+        return found
 
     def save(self, folder: Path) -> None:
-        """Weights, optimizer state, and the version with its digest. `folder` must be empty or absent."""
+        """Weights, optimizer state, and the version with its digest. `folder` must be empty or absent, and the same for
+        every rank."""
         from megatron.core import dist_checkpointing
 
         folder.mkdir(parents=True, exist_ok=True)
         stamp, _ = self.guard.export()
         dist_checkpointing.save(self._state(is_loading=False), str(folder))
         saved = {"version": stamp.version, "digest": stamp.digest, "steps": self._steps()}
-        (folder / _VERSION_FILE).write_text(json.dumps(saved))
+        if self.ranks.rank == 0:
+            (folder / _VERSION_FILE).write_text(json.dumps(saved))
 
     def load(self, folder: Path) -> None:
         """The saved bytes into this actor's tensors, in place; raises unless every bit is the saved one."""
@@ -122,7 +139,9 @@ class Actor:
         from megatron.core.dist_checkpointing import ShardedTensor
 
         self._steps()
-        model = {name: ShardedTensor.from_rank_offsets(name, p.detach()) for name, p in self.model.named_parameters()}
+        # Every rank holds the whole weights; the first one's copy is written.
+        model = {name: ShardedTensor.from_rank_offsets(name, p.detach(), replica_id=self.ranks.rank)
+                 for name, p in self.model.named_parameters()}
         parts = self.optimizer.sharded_state_dict(
             {name: ShardedTensor.from_rank_offsets(name, p) for name, p in self.model.named_parameters()},
             is_loading=is_loading, metadata={"distrib_optim_sharding_type": "dp_reshardable"},

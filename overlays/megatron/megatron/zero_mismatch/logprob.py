@@ -12,6 +12,7 @@ the logits' dtype, dh = dz W, dW accumulated in fp32 over the blocks. Gradients:
 """
 import torch
 
+from .context_parallel import collect
 from .packing import Packed, wide
 
 # Tokens of one block: 512 rows of a 131,072-word vocabulary are 128 MiB of BF16 logits.
@@ -52,15 +53,16 @@ def logprob(linear, kernel, hidden: torch.Tensor, weight: torch.Tensor, tokens: 
 
 def of_packed(linear, kernel, states, weight: torch.Tensor, tokens: torch.Tensor, packed: Packed) -> torch.Tensor:
     """tokens: [tokens] int64 -> the logprob of each token under those before it in its sequence, fp32 [tokens]; 0 for a
-    sequence's first token, which nothing predicts. states(tokens, packed): [tokens, K], what the head sees."""
+    sequence's first token, which nothing predicts. states(tokens, packed): [own rows, K], what the head sees.
+    Under context parallelism every rank is given all tokens and gets all logprobs, for a loss that is the same on each.
+    """
     if packed.tokens != tokens.numel():
         raise ValueError(f"found {tokens.numel()} tokens for lengths that sum to {packed.tokens}, expected as many")
     if max(packed.lengths) < 2:
         raise ValueError("found sequences of one token only, expected a longer one; there is nothing to predict")
-    predicted = packed.positions > 0
-    before = states(tokens, packed)[:-1][predicted[1:]]
-    found = logprob(linear, kernel, before, weight, tokens[predicted])
-    return found.new_zeros(tokens.numel()).masked_scatter(predicted, found)
+    # Each row predicts the next one's token; what the last row of a sequence says is of no use and dropped at the end.
+    found = logprob(linear, kernel, states(tokens, packed), weight, packed.own(tokens.roll(-1)))
+    return torch.where(packed.positions > 0, collect(found, packed, alike=True).roll(1), 0.0)
 
 
 def reference(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ nor do the scales of inputs and of the cache, which stay as they were calibrated
 """
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import attention, attention_fp8, conv1d, experts, experts_nvfp4, linear, linear_fp8_static, logprob, mamba2
 from .. import norm, relu2, router
+from ..context_parallel import to_heads, to_tokens
 from ..kernels import Kernels
 from ..linear_fp8 import OperandCache
 from ..packing import Packed
@@ -182,11 +183,17 @@ class Mamba(nn.Module):
         self.out_proj = Weight(s.hidden, m.x_width, dtype=dtype)
 
     def forward(self, x, packed: Packed, run: Run):
-        m, k = self.s.mamba, run.kernels
+        m, k, ranks = self.s.mamba, run.kernels, packed.ranks
+        sections = [m.x_width, m.bc_width, m.bc_width]
         projected = run.linear(x, self.in_proj)
-        gate, xbc, dt = projected.split([m.x_width, self.conv_width, m.heads], dim=-1)
-        xbc = conv1d.conv1d(k.conv1d, xbc, self.conv1d.weight[:, 0], self.conv1d.bias, packed)
-        y = mamba2.mamba2(k.mamba2, xbc, dt, -self.A_log.exp(), self.D, self.dt_bias, packed, m)
+        gate, inner = projected.split([m.x_width, self.conv_width + m.heads], dim=-1)
+        own = replace(m, heads=ranks.share(m.heads, "Mamba heads"), groups=ranks.share(m.groups, "Mamba groups"))
+        inner = to_heads(inner, [*sections, m.heads], packed)
+        xbc, dt = inner.split([inner.shape[1] - own.heads, own.heads], dim=-1)
+        weight, bias = (ranks.of_heads(t, sections) for t in (self.conv1d.weight[:, 0], self.conv1d.bias))
+        xbc = conv1d.conv1d(k.conv1d, xbc, weight, bias, packed)
+        a, d, dt_bias = (ranks.of_heads(t, [m.heads]) for t in (-self.A_log.exp(), self.D, self.dt_bias))
+        y = to_tokens(mamba2.mamba2(k.mamba2, xbc, dt, a, d, dt_bias, packed, own), packed)
         y = norm.gated_rms_norm(k.gated_rms_norm, y, gate, self.norm.weight, self.s.eps, m.x_width // m.groups)
         return run.linear(y, self.out_proj)
 
@@ -201,11 +208,13 @@ class Attention(nn.Module):
         self.attn = nn.ParameterDict({f"_{of}_scale": _scale() for of in "qkv"}) if s.fp8_cache else None
 
     def forward(self, x, packed: Packed, run: Run):
-        qkv = run.linear(x, self.qkv_proj).split(self.widths, dim=-1)
+        packed.ranks.share(self.s.kv_heads, "KV heads")
+        qkv = to_heads(run.linear(x, self.qkv_proj), self.widths, packed)
+        qkv = qkv.split([width // packed.ranks.size for width in self.widths], dim=-1)
         q, key, value = (t.unflatten(-1, (-1, self.s.head_dim)) for t in qkv)
         scales = self.attn and attention_fp8.Scales(*(self.attn[f"_{of}_scale"] for of in "qkv"))
         out = run.attention(q, key, value, packed, scales)
-        return run.linear(out.flatten(1), self.o_proj)
+        return run.linear(to_tokens(out.flatten(1), packed), self.o_proj)
 
 
 class MLP(nn.Module):
@@ -296,8 +305,8 @@ class NemotronH(nn.Module):
         return logprob.of_packed(k.linear, k.logprob, self.hidden, self.lm_head.weight, tokens, packed)
 
     def hidden(self, tokens: torch.Tensor, packed: Packed) -> torch.Tensor:
-        """The states that lm_head sees: [tokens, hidden]."""
-        x, residual = torch.nn.functional.embedding(tokens, self.model.embed_tokens.weight), None
+        """The states that lm_head sees: [own rows, hidden]."""
+        x, residual = torch.nn.functional.embedding(packed.own(tokens), self.model.embed_tokens.weight), None
         run = Run(self.kernels, self.guard, self.cache)
         for layer in self.model.layers:
             if self.recompute and torch.is_grad_enabled():
