@@ -10,7 +10,7 @@ import tempfile
 
 try:
     from prove import (
-        async_rl, bench, bisect, cases, counter, grad, recipe, record, rollout, served, train, ui, unchanged, warm,
+        async_rl, bench, bisect, cases, counter, cp, grad, recipe, record, rollout, served, train, ui, unchanged, warm,
     )
     from prove.engine import EngineError
     from prove.recipe import ROOT
@@ -103,6 +103,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--out-tokens", type=int, default=64, help="tokens of an answer (default 64)")
     one.add_argument("--lr", type=float, default=2e-5, help="AdamW's learning rate (default 2e-5)")
 
+    verb("cp", "one batch on one GPU and shared by two: the same words, and the same gradients within rounding")
+
     verb("grad", "every parameter's gradient against an independent fp64 model, and planted faults")
 
     one = verb("warm", "fill the JIT caches and say where the time goes")
@@ -156,6 +158,8 @@ def run(args, screen: ui.UI) -> dict:
             wanted = async_rl.Settings(args.lag, args.updates, args.stop_after, args.synchronous, args.groups,
                                        args.answers, args.out_tokens, args.lr)
             return async_rl.async_rl(made, screen, wanted, **common)
+        case "cp":
+            return cp.cp(made, screen, **common)
         case "grad":
             return grad.grad(made, screen, **common)
         case "warm":

@@ -28,7 +28,8 @@ import numpy as np
 from prove.scripts import load
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BACKENDS = {"vllm": "prove.vllm_backend", "trainer": "prove.trainer_backend", "async": "prove.async_backend"}
+BACKENDS = {"vllm": "prove.vllm_backend", "trainer": "prove.trainer_backend", "async": "prove.async_backend",
+            "cp": "prove.cp_backend"}
 
 
 class EngineError(RuntimeError):

@@ -55,15 +55,9 @@ class Trainer:
 
     def step(self, wanted: list[workload.Request], vocab: int) -> tuple[dict, dict]:
         """(the step's row, the rollout's answers by request)."""
-        from megatron.zero_mismatch.reinforce_zero import group_advantages
-
         rollout = self.call("rollout", requests=[r.message() for r in wanted])
         answers = rollout.pop("answers")
-        sequences = [{"id": r.id, "prompt": list(r.prompt), **answers[r.id]} for r in wanted if r.id in answers]
-        rewards = [reward(unpack(s["tokens"]), vocab) for s in sequences]
-        groups = [s["id"].partition("a")[0] for s in sequences]
-        for sequence, advantage in zip(sequences, group_advantages(rewards, groups).tolist(), strict=True):
-            sequence["advantage"] = advantage
+        sequences, rewards = advantaged(wanted, answers, vocab)
         scored = self.call("score", sequences=sequences, micro=MICRO)
         update = self.call("update", sequences=sequences[::-1], micro=int(MICRO * SHARE))
         row = {"reward": sum(rewards) / sum(len(unpack(s["tokens"])) for s in sequences),
@@ -75,6 +69,18 @@ class Trainer:
                "scored": compared(wanted, answers, scored["words"]).summary(),
                "trained": compared(wanted, answers, update["words"]).summary()}
         return row, answers
+
+
+def advantaged(wanted: list[workload.Request], answers: dict, vocab: int) -> tuple[list[dict], list[float]]:
+    """(the answered requests as the trainer takes them, their rewards)."""
+    from megatron.zero_mismatch.reinforce_zero import group_advantages
+
+    sequences = [{"id": r.id, "prompt": list(r.prompt), **answers[r.id]} for r in wanted if r.id in answers]
+    rewards = [reward(unpack(s["tokens"]), vocab) for s in sequences]
+    groups = [s["id"].partition("a")[0] for s in sequences]
+    for sequence, advantage in zip(sequences, group_advantages(rewards, groups).tolist(), strict=True):
+        sequence["advantage"] = advantage
+    return sequences, rewards
 
 
 def compared(wanted: list[workload.Request], answers: dict, words: dict) -> Figures:

@@ -20,6 +20,8 @@ MODELS = {"NemotronHForCausalLM": ("nemotron_h", "NemotronH"), "DeepseekV4ForCau
 
 
 class Backend(vllm_backend.Backend):
+    ranks = 1  # that share a batch: more in cp_backend
+
     def __init__(self, *, model: str, **start):
         super().__init__(model=model, **start)
         if self.config is None:
@@ -73,6 +75,27 @@ class Backend(vllm_backend.Backend):
         self.actor.save(pathlib.Path(folder))
         return {"version": self.actor.guard.version, "weights": self.actor.guard.digest}
 
+    def op_save_weights(self, *, path: str) -> None:
+        """For an actor without an engine (cp_backend): the model's config; the engine's weights; the masters, of which
+        the engine's A is no exact image; and the rotary tables, where a family reads the engine's."""
+        import torch
+
+        masters = {name: t.cpu() for name, t in self.actor.model.state_dict().items()}
+        tables = {ratio: table.cpu() for ratio, table in getattr(self.actor.model, "tables", {}).items()}
+        torch.save({"config": self.config, "engine": {name: t.detach().cpu() for name, t in self._resident()},
+                    "masters": masters, "tables": tables}, path)
+
+    def op_save_gradients(self, *, sequences: list[dict], micro: int, path: str) -> None:
+        """The gradients of the loss of `update`, whole and this process's share of them; nothing is learned."""
+        import torch
+
+        with _training():
+            self._accumulate(sequences, micro)
+            own = {name: p.main_grad.cpu() for name, p in self.actor.model.named_parameters() if p.requires_grad}
+            whole = {name: gradient.cpu() for name, gradient in self.actor.gradients().items()}
+            torch.save({"own": own, "whole": whole}, path)
+            self.actor.ddp.zero_grad_buffer()
+
     def op_gradients(self, *, sequences: list[dict], micro: int, faults: list[str]) -> dict:
         """Every parameter's gradient against the independent reference: see prove/grad.py."""
         whole = [self._whole(s) for s in sequences]
@@ -115,16 +138,22 @@ class Backend(vllm_backend.Backend):
         """op_update without the sync; the caller is in `_training`."""
         import torch
 
-        started, found, losses = time.perf_counter(), {}, []
+        started = time.perf_counter()
+        found, loss = self._accumulate(sequences, micro)
+        norm = self.actor.update()
+        torch.cuda.synchronize()
+        return {"words": found, "loss": loss, "norm": norm, "seconds": time.perf_counter() - started,
+                "version": self.actor.guard.version, "weights": self.actor.guard.digest}
+
+    def _accumulate(self, sequences: list[dict], micro: int) -> tuple[dict, float]:
+        """Fills the gradient buffers: (the forward's words, the loss)."""
+        found, losses = {}, []
         for batch in micro_batches(sequences, micro):
             tokens, packed = self._packed(batch)
             seen = {}
             losses.append(self.actor.accumulate(self._loss(batch, packed, len(sequences), seen), tokens, packed))
             found |= seen
-        norm = self.actor.update()
-        torch.cuda.synchronize()
-        return {"words": found, "loss": sum(losses), "norm": norm, "seconds": time.perf_counter() - started,
-                "version": self.actor.guard.version, "weights": self.actor.guard.digest}
+        return found, sum(losses)
 
     def _model(self, recompute: bool):
         """(name of the family, its model's shape, the model with the engine's weights)."""
@@ -143,7 +172,8 @@ class Backend(vllm_backend.Backend):
         from megatron.zero_mismatch.actor import Actor
 
         where, shape, model = self._model(recompute)
-        actor = Actor(model, heads=shape.heads, layers=len(shape.pattern), hidden=shape.hidden, lr=lr)
+        actor = Actor(model, heads=shape.heads, layers=len(shape.pattern), hidden=shape.hidden, lr=lr,
+                      context_parallel=self.ranks)
         # The forward and its recomputation quantise a weight once a version.
         from megatron.zero_mismatch.linear_fp8 import OperandCache
 

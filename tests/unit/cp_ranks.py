@@ -1,7 +1,8 @@
 """One rank of a context-parallel group on a CPU (gloo): python cp_ranks.py FOLDER RANK SIZE.
 
-Computes the tiny Nemotron-H's logprobs and gradients with the group and alone, and writes both to FOLDER/RANK.pt, for
-test_context_parallel.py to compare. The reference kernels stand for vLLM's, made invariant row by row.
+Computes logprobs and gradients of the small models with the group and alone, and writes both to FOLDER/RANK.pt, for
+test_context_parallel.py to compare. Reference kernels stand for vLLM's: Nemotron-H's made invariant row by row,
+DeepSeek-V4's, whose products are in fp64, as they are.
 """
 import dataclasses
 import pathlib
@@ -9,6 +10,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import conftest  # noqa: F401 - makes the overlays importable
+import test_model_deepseek_v4 as deepseek
 import tiny_nemotron
 import torch
 from megatron.zero_mismatch import kernels
@@ -17,12 +19,22 @@ from megatron.zero_mismatch.packing import Packed, pack
 
 LENGTHS = (5, 33, 16, 1, 50)  # 105 tokens: two ranks are cut inside the third sequence, at no multiple of a chunk
 MICRO = ((4,), (1, 3), (2, 0))
+MODELS = {  # name -> (lengths, the model whose bits are compared, the one whose gradients are, in fp64)
+    "nemotron": (LENGTHS, lambda: tiny_nemotron.model(table=tiny_nemotron.row_by_row(kernels.reference()),
+                                                      recompute=True), lambda: tiny_nemotron.model(torch.float64)),
+    # Cut inside the first sequence: behind its row of 128 tokens for the second group, inside a row of 4.
+    "deepseek": ((142, 9, 1, 40), lambda: deepseek.quantised(recompute=True), deepseek.build),
+}  # fmt: skip
 
 
-def logprobs(model, sequences, ranks):
-    """One micro-batch's logprobs; a loss of them, the same on every rank, is differentiated."""
+def forward(model, sequences, ranks) -> torch.Tensor:
     tokens, packed = pack(sequences)
-    found = model(tokens, dataclasses.replace(packed, ranks=ranks))
+    return model(tokens % model.shape.vocab, dataclasses.replace(packed, ranks=ranks))
+
+
+def logprobs(model, sequences, ranks) -> torch.Tensor:
+    """And a loss of them, the same on every rank, is differentiated."""
+    found = forward(model, sequences, ranks)
     weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=found.dtype)
     (found * weight).sum().backward()
     return found.detach()
@@ -36,21 +48,25 @@ def gradients(model, summed: bool) -> dict:
     return found
 
 
-def of_model(group: Ranks) -> dict:
-    sequences, found = tiny_nemotron.sequences(*LENGTHS), {}
-    table = tiny_nemotron.row_by_row(kernels.reference())
-    for name, ranks in (("group", group), ("alone", ALONE)):
-        model = tiny_nemotron.model(table=table, recompute=True)
-        found[f"{name} logprobs"] = logprobs(model, sequences, ranks)
-        found[f"{name} micro"] = [logprobs(model, [sequences[i] for i in batch], ranks) for batch in MICRO]
-        exact = tiny_nemotron.model(torch.float64)
-        found[f"{name} fp64"] = logprobs(exact, sequences, ranks)
-        found[f"{name} gradients"] = gradients(exact, summed=ranks is group)
-    # What the group is there for: a rank that took its own rows for whole sequences would have other values.
-    own = Packed((len(sequences[4]) // 2,), torch.device("cpu"))
-    with torch.no_grad():
-        found["cut"] = model(sequences[4][25:], own)
+def of_models(group: Ranks) -> dict:
+    found = {}
+    for name, (lengths, bits, exact) in MODELS.items():
+        sequences, model = tiny_nemotron.sequences(*lengths), bits()
+        for who, ranks in (("group", group), ("alone", ALONE)):
+            found[name, who, "logprobs"] = logprobs(model, sequences, ranks)
+            made = exact()
+            found[name, who, "exact"] = logprobs(made, sequences, ranks)
+            found[name, who, "gradients"] = gradients(made, summed=ranks is group)
     return found
+
+
+def of_nemotron(group: Ranks) -> dict:
+    """Cut into micro-batches; and what the group is there for: one that took its own rows for whole sequences."""
+    sequences, model = tiny_nemotron.sequences(*LENGTHS), MODELS["nemotron"][1]()
+    cut = Packed((LENGTHS[4] // 2,), torch.device("cpu"))
+    with torch.no_grad():
+        return {"micro": [forward(model, [sequences[i] for i in batch], group) for batch in MICRO],
+                "cut": model(sequences[4][-cut.tokens:], cut)}
 
 
 def of_exchange(group: Ranks) -> dict:
@@ -71,7 +87,7 @@ def main(folder: str, rank: str, size: str) -> None:
     torch.distributed.init_process_group("gloo", rank=int(rank), world_size=int(size),
                                          init_method=f"file://{folder}/store")
     group = Ranks(torch.distributed.group.WORLD)
-    torch.save(of_model(group) | of_exchange(group), f"{folder}/{rank}.pt")
+    torch.save(of_models(group) | of_nemotron(group) | of_exchange(group), f"{folder}/{rank}.pt")
     torch.distributed.barrier()
 
 

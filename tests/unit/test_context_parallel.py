@@ -25,29 +25,34 @@ def words(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32)
 
 
-def test_logprobs_of_two_ranks_are_those_of_one_bit_for_bit(ranks):
+@pytest.mark.parametrize("model", cp_ranks.MODELS)
+def test_logprobs_of_two_ranks_are_those_of_one_bit_for_bit(ranks, model):
+    lengths = cp_ranks.MODELS[model][0]
     for found in ranks:
-        assert torch.equal(words(found["group logprobs"]), words(found["alone logprobs"]))
-        assert found["alone logprobs"].count_nonzero() == sum(cp_ranks.LENGTHS) - len(cp_ranks.LENGTHS)
+        alone = found[model, "alone", "logprobs"]
+        assert torch.equal(words(found[model, "group", "logprobs"]), words(alone))
+        assert alone.count_nonzero() == sum(lengths) - len(lengths)
+
+
+@pytest.mark.parametrize("model", cp_ranks.MODELS)
+def test_gradients_summed_over_the_ranks_are_those_of_one(ranks, model):
+    for found in ranks:
+        assert torch.allclose(found[model, "group", "exact"], found[model, "alone", "exact"], rtol=0, atol=1e-12)
+        shared, alone = found[model, "group", "gradients"], found[model, "alone", "gradients"]
+        assert shared.keys() == alone.keys()
+        for name, want in alone.items():
+            assert (shared[name] - want).norm() <= 1e-10 * want.norm(), name
 
 
 def test_packing_and_micro_batches_change_no_bit_under_context_parallelism(ranks):
-    whole = ranks[0]["alone logprobs"].split(cp_ranks.LENGTHS)
+    whole = ranks[0]["nemotron", "alone", "logprobs"].split(cp_ranks.LENGTHS)
     for found in ranks:
-        for batch, logprobs in zip(cp_ranks.MICRO, found["group micro"], strict=True):
+        for batch, logprobs in zip(cp_ranks.MICRO, found["micro"], strict=True):
             assert torch.equal(words(logprobs), words(torch.cat([whole[i] for i in batch])))
 
 
-def test_gradients_summed_over_the_ranks_are_those_of_one(ranks):
-    for found in ranks:
-        assert torch.allclose(found["group fp64"], found["alone fp64"], rtol=0, atol=1e-12)
-        assert found["group gradients"].keys() == found["alone gradients"].keys()
-        for name, want in found["alone gradients"].items():
-            assert (found["group gradients"][name] - want).norm() <= 1e-10 * want.norm(), name
-
-
 def test_rows_taken_for_whole_sequences_would_have_other_values(ranks):
-    whole, cut = ranks[0]["alone logprobs"][-24:], ranks[0]["cut"][-24:]
+    whole, cut = ranks[0]["nemotron", "alone", "logprobs"][-24:], ranks[0]["cut"][-24:]
     assert (words(whole) != words(cut)).all(), "else the equality above says nothing about the exchange"
 
 

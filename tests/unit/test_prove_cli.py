@@ -17,6 +17,7 @@ OPTIONS = {
     "unchanged": {"--pristine", "--tokens", "--concurrent", "--out-tokens", "--runs", "--turn"},
     "train": {"--updates", "--groups", "--answers", "--out-tokens", "--lr", "--restore-after"},
     "async": {"--lag", "--updates", "--stop-after", "--synchronous", "--groups", "--answers", "--out-tokens", "--lr"},
+    "cp": set(),
     "grad": set(),
     "warm": {"--off"},
 }

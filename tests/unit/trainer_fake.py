@@ -40,7 +40,7 @@ class Backend(trainer_backend.Backend):
 
     def info(self):
         return {"versions": {"vllm": "fake"}, "gpu": "none", "vllm_path": os.environ["FAKE_SITE"] + "/vllm",
-                "start_seconds": 0.0, "weights": "00"}
+                "start_seconds": 0.0, "weights": "00", "cache_block": self.scheduler.block_size}
 
     @torch.no_grad()
     def op_run(self, *, requests, graphs="on"):

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import attention_inputs, attention_sparse, compressor, grouped_fp8, indexer, logprob, mhc, norm, o_proj_fp8
 from .. import router, router_dsv4, swiglu
+from ..context_parallel import collect
 from ..kernels_dsv4 import Kernels
 from ..linear_fp8 import OperandCache, linear_fp8
 from ..packing import Packed
@@ -133,24 +134,27 @@ class Attention(nn.Module):
         self.compressor = Compressor(s, ratio, s.head_dim, dtype) if ratio else None
 
     def forward(self, x, packed: Packed, table, run: "Run"):
-        s, k = self.s, run.kernels
+        """x: [own rows, hidden]. Under context parallelism every rank has all K rows, and looks for its own queries."""
+        s, k, positions = self.s, run.kernels, packed.own(packed.positions)
         qr, kv = run.linear(x, self.fused_wqa_wkv).split([s.q_rank, s.head_dim], -1)
         qr, kv = attention_inputs.norms(k.inputs, qr, kv, self.q_norm.weight, self.kv_norm.weight, s.eps, run.guard)
         q = run.linear(qr, self.wq_b).unflatten(-1, (s.heads, s.head_dim))
-        q, rows = attention_inputs.q_and_k(k.inputs, q, kv, packed.positions, table, s.eps)
+        q, rows = attention_inputs.q_and_k(k.inputs, q, kv, positions, table, s.eps)
+        rows = collect(rows, packed)
         chosen, top_k = None, packed.tokens
         if self.ratio:
             pool = self.compressor
-            kv_score = router.logits(k.shared.router_logits, x, pool.fused_wkv_wgate.weight)
+            kv_score = collect(router.logits(k.shared.router_logits, x, pool.fused_wkv_wgate.weight), packed)
             pooled = compressor.compress(k.compress, kv_score, pool.ape, pool.norm.weight, packed, table, self.ratio,
                                          s.eps, run.guard)
             rows = torch.cat([pooled, rows])
         if self.indexer is not None:
             top_k = s.index_top_k
-            chosen = indexer.select(k.indexer, x, qr, self.indexer.weights(), packed, table, top_k, s.eps, run.cache)
-        lists = attention_sparse.row_lists(packed, s.window, self.ratio, top_k, chosen)
+            seen = (collect(t.detach(), packed) for t in (x, qr))
+            chosen = indexer.select(k.indexer, *seen, self.indexer.weights(), packed, table, top_k, s.eps, run.cache)
+        lists = map(packed.own, attention_sparse.row_lists(packed, s.window, self.ratio, top_k, chosen))
         out = attention_sparse.attend(k.attend, q, rows, self.attn_sink, *lists, s.head_dim**-0.5, run.guard)
-        z = o_proj_fp8.o_proj_fp8(k.o_proj, out, self.wo_a.weight, packed.positions, table, s.groups, cache=run.cache,
+        z = o_proj_fp8.o_proj_fp8(k.o_proj, out, self.wo_a.weight, positions, table, s.groups, cache=run.cache,
                                   guard=run.guard)
         return run.linear(z.flatten(1), self.wo_b)
 
@@ -270,8 +274,9 @@ class DeepseekV4(nn.Module):
         return logprob.of_packed(k.linear, k.logprob, self.hidden, self.lm_head.weight, tokens, packed)
 
     def hidden(self, tokens: torch.Tensor, packed: Packed) -> torch.Tensor:
-        """The states that lm_head sees: [tokens, hidden]."""
+        """The states that lm_head sees: [own rows, hidden]."""
         b, k, s = self.model, self.run.kernels, self.shape
+        tokens = packed.own(tokens)
         state = torch.nn.functional.embedding(tokens, b.embed_tokens.weight), None, None, None
         for layer in b.layers:
             arguments = *state, tokens, packed, self.tables[layer.ratio], self.run
