@@ -67,6 +67,15 @@ def fp8_layer(master, input_scale):
     return lambda x: kernel.apply_weights(layer, x), layer
 
 
+def test_cast_has_the_same_bits_on_either_device():
+    """The checkpoint is written on a CPU, the trainer casts on the GPU."""
+    master = normal(3, 512, 512, size=1 / 20)
+    for cast in (quant_nvfp4.quantise, linear_fp8_static.cast):
+        for own, host in zip(cast(master), cast(master.cpu()), strict=True):
+            own, host = (t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (own, host))
+            assert torch.equal(own, host), cast.__module__
+
+
 @pytest.mark.parametrize("n, k", [(4112, 512), (512, 1024), (10304, 2688)])
 def test_projection_has_the_engines_bits(n, k):
     x, master, scale = normal(563, k, size=2), normal(n, k, size=k**-0.5), torch.tensor(5.3 / 448, device="cuda")

@@ -23,7 +23,7 @@ import torch
 from . import relu2
 from .linear_fp8 import OperandCache, matmul_grads
 from .masters import Masters
-from .packing import wide
+from .packing import divided, wide
 from .version_guard import WeightGuard
 
 FP8_MAX = 448.0
@@ -47,7 +47,7 @@ class StaticKernels(NamedTuple):
 def cast(master: torch.Tensor) -> Operand:
     """ModelOpt's FP8 of a whole matrix, as the recipe's writer has it; a matrix of zeros has scale 1."""
     largest = master.float().abs().amax()
-    scale = torch.where(largest > 0, largest / FP8_MAX, 1.0)
+    scale = torch.where(largest > 0, divided(largest, FP8_MAX), 1.0)
     return Operand(to_e4m3(master, scale), scale)
 
 

@@ -64,3 +64,8 @@ def pack(sequences: list[torch.Tensor]) -> tuple[torch.Tensor, Packed]:
 def wide(x: torch.Tensor) -> torch.Tensor:
     """The type in which references and derivatives compute: fp32, or fp64 where a test asks for it."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def divided(x: torch.Tensor, by: float) -> torch.Tensor:
+    """x / by with the same bits on every device: on CUDA PyTorch multiplies by the reciprocal of a Python number."""
+    return x / torch.full((), by, dtype=x.dtype, device=x.device)

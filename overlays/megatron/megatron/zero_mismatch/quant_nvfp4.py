@@ -9,6 +9,8 @@ There a block too small for its matrix has scale 0 and no codes; here the smalle
 """
 import torch
 
+from .packing import divided
+
 GROUP = 16
 FP4_MAX, FP8_MAX = 6.0, 448.0
 SMALLEST_SCALE = 2.0**-9  # e4m3's smallest number
@@ -33,9 +35,9 @@ def quantise(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
         raise ValueError(f"quant_nvfp4: found a weight of shape {tuple(master.shape)}, expected [..., N, K] with K in "
                          f"multiples of {GROUP}: NVFP4 has whole groups; use a width in multiples of it")
     blocks = master.float().unflatten(-1, (-1, GROUP))
-    overall = blocks.abs().amax((-3, -2, -1)) / (FP4_MAX * FP8_MAX)
+    overall = divided(blocks.abs().amax((-3, -2, -1)), FP4_MAX * FP8_MAX)
     overall = torch.where(overall > 0, overall, 1.0)
-    scales = blocks.abs().amax(-1) / FP4_MAX / overall[..., None, None]
+    scales = divided(blocks.abs().amax(-1), FP4_MAX) / overall[..., None, None]
     scales = scales.clamp(min=SMALLEST_SCALE).to(torch.float8_e4m3fn)
     codes = _codes(blocks / (scales.float() * overall[..., None, None])[..., None]).flatten(-2)
     return codes[..., ::2] | codes[..., 1::2] << 4, scales, overall
