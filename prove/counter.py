@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,7 @@ FLAGS = {"cudagraph_capture_sizes": [1, 4, 16, 32],  # quick to capture; enough 
          "kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.1}  # a few requests, many engines
 WITH_ALL = "(all patches)"
 REFUSALS = ("batch_invariant", "batch invarian")
+FOLDERS = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+")  # of this machine, of no use in a record
 
 
 def apply(site: pathlib.Path, *arguments: str) -> None:
@@ -65,6 +67,11 @@ def verdict(rows: list[dict], refused: str | None) -> tuple[str, str]:
     return "unseen", "every case agrees without it"
 
 
+def portable(error: EngineError | str) -> str:
+    """What the engine said, without the places it names on this machine."""
+    return FOLDERS.sub("", str(error).partition("(log: ")[0].strip())
+
+
 def _engine_arm(recipe: Recipe, ui: UI, work, env, logs, deadline: float, name: str, backend: str):
     """Rows of the cases until one differs, and why the engine refused to start, if it did; and what it was bound to."""
     start, environment = engine_start(recipe, True, FLAGS)
@@ -74,14 +81,14 @@ def _engine_arm(recipe: Recipe, ui: UI, work, env, logs, deadline: float, name: 
     except EngineError as error:
         if error.kind == "timeout":
             raise
-        return [], str(error).partition("(log: ")[0].strip(), None
+        return [], portable(error), None
     rows, context = [], Context(work)
     with engine:
         bound = record.bind(pathlib.Path(engine.info["vllm_path"]).parent)
         for case in (cases.BY_NAME[c] for c in CASES):
             left = deadline - time.monotonic()
             row = run_case(context, case, engine, engine.info["cache_block"], min(case.timeout, max(1.0, left)))
-            rows.append({k: v for k, v in row.items() if k != "runs"})
+            rows.append({k: portable(v) if k == "error" else v for k, v in row.items() if k != "runs"})
             if row["state"] != "equal":
                 break
     return rows, None, bound
@@ -182,7 +189,7 @@ def _arms(recipe: Recipe, ui: UI, work: workload.Workload, kept: record.Record, 
         try:
             return slug, _arm_without(slug, site, env, run)
         except EngineError as error:
-            return slug, {"engine": "not run", "engine_why": str(error), "rows": []}
+            return slug, {"engine": "not run", "engine_why": portable(error), "rows": []}
 
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         whole, arms = pool.submit(run, "with", env), [pool.submit(without, slug) for slug in chosen]

@@ -5,6 +5,7 @@ import pathlib
 import pytest
 
 from prove import counter, counter_tests, recipe, record, ui
+from prove.engine import EngineError
 
 FAKE = str(pathlib.Path(__file__).with_name("prove_fake.py"))
 
@@ -90,6 +91,11 @@ def test_an_unknown_patch_is_refused(run):
 def test_only_a_refusal_of_batch_invariance_shows_anything():
     assert counter.verdict([], "start: ValueError: VLLM batch_invariant mode is not supported for X")[0] == "shown"
     assert counter.verdict([], "start: OutOfMemoryError: CUDA out of memory")[0] == "failed"
+
+
+def test_no_folder_of_the_machine_reaches_a_record():
+    error = EngineError("died", "the end of /tmp/k/x.log: see https://a.b/c; 3/4 in /x/vllm/m.py\n(log: /y)")
+    assert counter.portable(error) == "the end of x.log: see https://a.b/c; 3/4 in m.py"
 
 
 def test_the_series_names_a_counter_test_for_every_patch():
