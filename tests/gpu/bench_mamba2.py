@@ -1,14 +1,14 @@
 """Times a Mamba-2 layer's chunk replay against upstream's selective_state_update on one GPU, at decode.
 
-    python tests/gpu/bench_mamba2.py [--out FILE] [--sweep]
+    python tests/gpu/bench_mamba2.py [--out FILE] [--sweep [--only]]
 
 Sizes of Nemotron-3.5-Lightning: 64 heads x 64, 8 groups, state 128. A time is the median over replays of a CUDA graph
 of calls that rotate over enough slots to leave the L2 cache cold, in microseconds a call. `average` has each request at
 another row of its chunk, as in serving; `worst` has all at the last, where S moves. `prefill` is a layer's part of
-8,192 tokens. --sweep tries other heads a program, warps and stages, and counts differing words.
+8,192 tokens. --sweep tries other launches of the scan: of each it prints, a batch, the ratios at rows 0, 15, 30 and 31
+and with rows mixed, once prefill and decode have the default's bits and are right by fp64. --only does nothing else.
 """
 import argparse
-import itertools
 import json
 
 import torch
@@ -23,11 +23,21 @@ ROWS = (0, CHUNK // 2 - 1, CHUNK - 1)
 PREFILLS = ((8192,), (1024,) * 8)
 COLD = 2  # copies of the batch's slots to rotate over: 32 requests' states alone would fit the L2 cache
 CALLS, REPLAYS = 8, 15
-HEADS_WARPS_STAGES = list(itertools.product((1, 2, 4, 8), (4, 8), (1, 2, 3)))
+LAUNCH = ("HEADS", "WARPS", "STAGES", "REGISTERS")
+DEFAULT = tuple(getattr(mamba2_scan, name) for name in LAUNCH)
+LAUNCHES = [DEFAULT, *(launch for launch in (
+    (1, 4, 1, 128), (2, 4, 1, 128), (4, 4, 1, 128), (8, 4, 1, 128), (1, 4, 2, 128), (2, 4, 2, 128), (4, 4, 2, 128),
+    (2, 4, 3, 128), (2, 4, 1, 168), (4, 4, 2, 168), (2, 4, 1, 96),
+) if launch != DEFAULT)]
 
 
 def microseconds(calls) -> float:
     return round(median_us(calls, CALLS, REPLAYS), 2)
+
+
+def spread(batch: int) -> list[int]:
+    """Every request at another row of its chunk, as in serving."""
+    return [(37 * i) % CHUNK for i in range(batch)]
 
 
 class Batch:
@@ -68,8 +78,7 @@ class Batch:
 def decode_times(batch: int) -> dict:
     bench = Batch(batch)
     rows = {str(row): bench.replay([row] * batch) for row in ROWS}
-    spread = [(37 * i) % CHUNK for i in range(batch)]
-    rows["average"] = bench.replay(spread)
+    rows["average"] = bench.replay(spread(batch))
     update = bench.update()
     return {"batch": batch, "selective_state_update": update, "replay": rows,
             "worst_ratio": round(rows[str(CHUNK - 1)] / update, 3), "average_ratio": round(rows["average"] / update, 3)}
@@ -87,44 +96,93 @@ def prefill_time(lengths: tuple[int, ...]) -> dict:
             "us": microseconds([lambda: mamba2_replay.prefill(step, cache, pieces, slots, out)])}
 
 
-def sweep(batch: int, row: int) -> list[dict]:
-    """The scan alone with all requests at `row`, by heads a program, warps and stages."""
-    bench, found, first = Batch(batch), [], None
-    pieces = bench.pieces([row] * batch)
-    for heads, warps, stages in HEADS_WARPS_STAGES:
-        mamba2_scan.HEADS, mamba2_scan.WARPS, mamba2_scan.STAGES = heads, warps, stages
+def _words(device: torch.device, sizes) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """(outputs, states) of two chunks and three tokens, by one prefill and by decode from the first token on, and the
+    largest error of either against the fp64 recurrence, in units of the tolerance."""
+    total = 2 * CHUNK + 3
+    step = mamba2_replay.random_step(total, sizes, device, seed=3)
+    cache = mamba2_replay.new_cache(3, sizes, torch.bfloat16, device, float("nan"))
+    out = step.x.new_full((2, total, step.x.shape[1]), float("nan"))
+    ints = lambda rows: torch.tensor(rows, dtype=torch.int32, device=device)  # noqa: E731
+    for row, count in ((0, total), (1, 1)):
+        pieces = mamba2_pieces.prefill([0], [count], CHUNK, mamba2_scan.TILE, ints)
+        mamba2_replay.prefill(mamba2_replay.head(step, 0, count), cache, pieces, ints([row + 1]), out[row])
+    table = mamba2_pieces.DecodeTable(1, CHUNK, device)
+    for at in range(1, total):
+        mamba2_replay.decode(mamba2_replay.head(step, at, at + 1), cache, table.fill(ints([at + 1])), ints([2]),
+                             out[1, at:at + 1])
+    zero = torch.zeros(cache.ssm.shape[1:], device=device)
+    worst = 0.0
+    for end, part, got in ((total, 0, out), (2 * CHUNK, 1, cache.ssm[1:])):
+        want, size = (mamba2_replay.recurrence(s, 0, end, zero)[part] for s in (step, mamba2_replay.absolute(step)))
+        error = ((got.double().view(2, *want.shape) - want).abs() / size).max()
+        worst = max(worst, float(error) / mamba2_replay.TOLERANCE)
+    return out, cache.ssm[1:], worst
 
-        def call(slots):
-            mamba2_scan.scan(bench.step, bench.cache, pieces, slots, bench.cache.steps, bench.cache.ssm, bench.out)
+
+def differing(found, wanted) -> int:
+    """Words of (outputs, states) unlike `wanted`'s, or unlike between prefill and decode."""
+    return sum(int((one != two).sum()) for got, want in zip(found, wanted, strict=True)
+               for words in (got.view(torch.int16),)
+               for one, two in ((words, want.view(torch.int16)), (words[0], words[1])))
+
+
+def sweep() -> list[dict]:
+    """A whole decode step under each launch, against selective_state_update at the same batch."""
+    batches = {batch: Batch(batch) for batch in BATCHES}
+    updates = {batch: bench.update() for batch, bench in batches.items()}
+    found, wanted = [], None
+    for launch in LAUNCHES:
+        for name, value in zip(LAUNCH, launch, strict=True):
+            setattr(mamba2_scan, name, value)
+        entry = dict(zip(LAUNCH, launch, strict=True))
         try:
-            time = microseconds([lambda s=s: call(s) for s in bench.slots])
-        except Exception as error:  # noqa: BLE001 - a setting that does not fit the GPU is a row too
-            found.append({"row": row, "heads": heads, "warps": warps, "stages": stages, "error": str(error)[:100]})
-            continue
-        call(bench.slots[0])
-        words = bench.out.view(torch.int16).clone()
-        first = words if first is None else first
-        found.append({"batch": batch, "row": row, "heads": heads, "warps": warps, "stages": stages, "us": time,
-                      "differing": int((words != first).sum())})
+            *words, entry["error"] = _words(torch.device("cuda"), SIZES)
+            wanted = wanted or words
+            entry["differing"] = differing(words, wanted)
+            entry["ratios"] = {
+                batch: [round(bench.replay(rows) / updates[batch], 3)
+                        for rows in ([0] * batch, [15] * batch, [30] * batch, [31] * batch, spread(batch))]
+                for batch, bench in batches.items()}
+        except Exception as error:  # noqa: BLE001 - a launch that does not fit the GPU is a line too
+            entry["failed"] = str(error)[:100]
+        found.append(entry)
+        print(json.dumps(entry), flush=True)
+    for name, value in zip(LAUNCH, DEFAULT, strict=True):
+        setattr(mamba2_scan, name, value)
     return found
+
+
+def table(found: list[dict]) -> str:
+    lines = [f"{'heads warps stages regs':<25}{'batch':>6}{'0':>8}{'15':>8}{'30':>8}{'31':>8}{'mixed':>8}"]
+    for entry in found:
+        launch = " ".join(f"{entry[name]:>5}" for name in LAUNCH)
+        if "failed" in entry or entry["differing"] or not entry["error"] <= 1:
+            lines.append(f"{launch:<25}{entry}")
+            continue
+        lines += [f"{launch:<25}{batch:>6}" + "".join(f"{value:>8.3f}" for value in ratios)
+                  for batch, ratios in entry["ratios"].items()]
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only", action="store_true")
     args = parser.parse_args()
-    result = {"gpu": torch.cuda.get_device_name(0), "sizes": SIZES, "decode": []}
-    for batch in BATCHES:
-        result["decode"].append(decode_times(batch))
-        print(json.dumps(result["decode"][-1]), flush=True)
-        torch.cuda.empty_cache()
-    result["prefill"] = [prefill_time(lengths) for lengths in PREFILLS]
-    print(json.dumps(result["prefill"]), flush=True)
+    result = {"gpu": torch.cuda.get_device_name(0), "sizes": SIZES}
+    if not args.only:
+        result["decode"] = []
+        for batch in BATCHES:
+            result["decode"].append(decode_times(batch))
+            print(json.dumps(result["decode"][-1]), flush=True)
+            torch.cuda.empty_cache()
+        result["prefill"] = [prefill_time(lengths) for lengths in PREFILLS]
+        print(json.dumps(result["prefill"]), flush=True)
     if args.sweep:
-        result["sweep"] = [row for batch in (32, 256) for at in (CHUNK - 2, CHUNK - 1) for row in sweep(batch, at)]
-        for row in sorted(result["sweep"], key=lambda r: (r.get("batch", 0), r["row"], r.get("us", 1e9))):
-            print(json.dumps(row))
+        result["sweep"] = sweep()
+        print(table(result["sweep"]))
     if args.out:
         with open(args.out, "w") as file:
             json.dump(result, file, indent=1)
