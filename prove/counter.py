@@ -211,7 +211,9 @@ def _tests(earlier: dict, lock: dict, known: dict[str, list[str]], env: dict[str
     now = counter_tests.run(asked, env, logs)
     ui.note(f"Counter-Tests: {len(said) - len(asked)} had passed; of {len(now)} more "
             f"{sum(outcome == 'passed' for outcome in now.values())} pass")
-    versions = [*earlier["versions"], *([counter_tests.versions()] if asked else [])]
+    versions = list(earlier["versions"])
+    if asked and (today := counter_tests.versions()) not in versions:
+        versions.append(today)
     return {"lock": lock, "said": said | now, "versions": versions}
 
 
