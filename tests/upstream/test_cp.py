@@ -31,15 +31,33 @@ def run(megatron_tree, tmp_path, monkeypatch):
     return call
 
 
-def test_two_ranks_have_the_words_of_one_and_learn_what_it_learns(run):
+def test_two_ranks_have_the_words_of_one_learn_what_it_learns_and_one_goes_on_from_their_checkpoint(
+        run, tmp_path, monkeypatch):
+    folder, after = str(tmp_path / "checkpoint"), {}
+    update = cp._Proof._update
+
+    def saved(self):
+        row = update(self)
+        kept = self.together("save", folder=folder)
+        read = self.lone.call("actor", lr=1e-3, restore=folder)
+        how = {"sequences": self.sequences, "micro": cp.MICRO}
+        after.update(kept=kept, read=read, lone=self.lone.call("update", **how), ranks=self.together("update", **how))
+        return row
+
+    monkeypatch.setattr(cp._Proof, "_update", saved)
     found = run()
     assert [row["case"] for row in found["data"]["rows"]] == ["rollout", "gradients", "after update 1"]
     assert all(row["holds"] for row in found["data"]["rows"]), found["data"]["rows"]
     assert found["rollout"]["words"]["rank 1"]["tokens"] == 96
-    after = found["after update 1"]
-    assert after["same_weights"] and after["distance"] < cp.UPDATE
-    assert set(after["words"]) == {"rank 0", "rank 1", "rank 1 and rank 0"}
+    learned = found["after update 1"]
+    assert learned["same_weights"] and learned["distance"] < cp.UPDATE
+    assert set(learned["words"]) == {"rank 0", "rank 1", "rank 1 and rank 0"}
     assert not found["data"]["passed"], "a fake engine is not the locked tree"
+    # The optimizer's state is cut over the ranks: what one rank reads must be whole.
+    assert {side["weights"] for side in after["kept"]} == {after["read"]["weights"]}
+    assert after["read"]["version"] == after["kept"][0]["version"] == 1
+    assert after["lone"]["words"] == after["ranks"][0]["words"]
+    assert after["lone"]["norm"] == pytest.approx(after["ranks"][0]["norm"], rel=1e-2)
 
 
 def test_rows_that_do_not_reach_the_other_rank_are_a_difference(run):
