@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import math
 import pathlib
 import shutil
 import time
@@ -22,7 +23,7 @@ import numpy as np
 
 from prove import record
 from prove.compare import Figures, Sequence
-from prove.engine import Engine, unpack
+from prove.engine import Engine, EngineError, unpack
 from prove.grad import FLOOR, TIMES
 from prove.recipe import Recipe
 from prove.rollout import _event, engine_start
@@ -178,6 +179,8 @@ def compared_gradients(plain: dict, cut: dict, shared: dict) -> list[dict]:
     for name, want in plain["whole"].items():
         error, usual, own = (float((side.double() - want.double()).norm() / want.double().norm()) for side in (
             shared["whole"][name], cut["whole"][name], shared["own"][name]))
+        if not math.isfinite(error + usual + own):
+            raise EngineError("failed", f"the gradient of {name} is zero or no number: nothing to be near to")
         rows.append({"parameter": name, "error": error, "usual_error": usual, "own_share_error": own,
                      "bound": max(TIMES * usual, FLOOR)})
     return rows
@@ -187,4 +190,6 @@ def update_distance(before: dict, lone: dict, shared: dict) -> float:
     """|shared - lone| / |lone - before| over all weights."""
     apart = sum(float((shared[name].double() - lone[name].double()).square().sum()) for name in lone)
     moved = sum(float((lone[name].double() - before[name].double()).square().sum()) for name in lone)
-    return (apart / moved) ** 0.5 if moved else float("inf")
+    if not moved:
+        raise EngineError("failed", "the update moved no weight: no other update is near to it")
+    return (apart / moved) ** 0.5
