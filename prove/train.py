@@ -63,6 +63,7 @@ class Trainer:
         row = {"reward": sum(rewards) / sum(len(unpack(s["tokens"])) for s in sequences),
                "version": rollout["version"], "rollout_seconds": rollout["seconds"], "modes": rollout.get("modes"),
                "score_seconds": round(scored["seconds"], 3), "update_seconds": round(update["seconds"], 3),
+               "accumulate_seconds": round(update["accumulate_seconds"], 3),
                "sync_seconds": round(update["sync_seconds"], 3), "loss": update["loss"], "norm": update["norm"],
                "peak_memory": update["peak_memory"], "weights": update["weights"],
                "trained_tokens": sum(len(s["prompt"]) + len(unpack(s["tokens"])) for s in sequences),

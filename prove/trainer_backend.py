@@ -140,10 +140,13 @@ class Backend(vllm_backend.Backend):
 
         started = time.perf_counter()
         found, loss = self._accumulate(sequences, micro)
+        torch.cuda.synchronize()
+        accumulated = time.perf_counter() - started
         norm = self.actor.update()
         torch.cuda.synchronize()
         return {"words": found, "loss": loss, "norm": norm, "seconds": time.perf_counter() - started,
-                "version": self.actor.guard.version, "weights": self.actor.guard.digest}
+                "accumulate_seconds": accumulated, "version": self.actor.guard.version,
+                "weights": self.actor.guard.digest}
 
     def _accumulate(self, sequences: list[dict], micro: int) -> tuple[dict, float]:
         """Fills the gradient buffers: (the forward's words, the loss)."""

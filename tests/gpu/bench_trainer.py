@@ -1,12 +1,15 @@
 """What the aligned trainer costs: Nemotron-H forward, and forward + backward, against the same model in ordinary BF16.
 
-    VLLM_BATCH_INVARIANT=1 python tests/gpu/bench_trainer.py [--out FILE] [--profile]
+    VLLM_BATCH_INVARIANT=1 python tests/gpu/bench_trainer.py [--model deepseek-v4] [--out FILE] [--profile]
 
 `ordinary` is the tiny recipe's model over the same parameters with PyTorch's own operators and autograd: cuBLAS, fused
 scaled_dot_product_attention, F.rms_norm, and the same chunked scan. Megatron's ordinary path for this model needs
 TransformerEngine and mamba_ssm, which are not here; where it fuses more than PyTorch does, the ratio flatters.
-Times are medians of synchronised runs in milliseconds, memory the peak above the weights. --profile lists the kernels
-of the aligned backward, and how much of the time is no kernel's.
+Times are medians of synchronised runs in milliseconds, memory the peak above the weights. --profile lists the operators
+and the kernels of the aligned backward, and how much of the time is no kernel's.
+
+DeepSeek-V4 has no ordinary arm: of its tiny-train model the aligned forward and backward are timed, with the masters
+quantised once as in an actor, and torch's GEMMs set as an engine in the process sets them.
 """
 import argparse
 import json
@@ -23,11 +26,13 @@ from megatron.zero_mismatch.models.nemotron_h import NemotronH, Shape
 from megatron.zero_mismatch.packing import Packed
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit")]
 from prove.scripts import load  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "nemotron-3.5-lightning"
-BATCHES = ((512,) * 16, (128,) * 32, (4096,))
+DEEPSEEK = ROOT / "recipes" / "deepseek-v4" / "tiny-train" / "config.json"
+BATCHES = {"nemotron": ((512,) * 16, (128,) * 32, (4096,)),
+           "deepseek-v4": ((664, 577, 321), (664, 577, 575, 448, 364, 321, 319, 264, 193, 192, 128, 51))}
 RUNS = 5
 
 
@@ -94,6 +99,25 @@ def model(kind, recompute=False):
     return made
 
 
+def deepseek(recompute=False):
+    import tiny_deepseek_v4
+    from megatron.zero_mismatch import kernels_dsv4
+    from megatron.zero_mismatch.linear_fp8 import OperandCache
+    from megatron.zero_mismatch.models import deepseek_v4
+    from megatron.zero_mismatch.version_guard import WeightGuard
+    from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
+
+    init_batch_invariance()
+    config = json.loads(DEEPSEEK.read_text())
+    with torch.device("cuda"):
+        made = deepseek_v4.DeepseekV4(deepseek_v4.Shape.from_hf(config), kernels_dsv4.from_vllm(),
+                                      kernels_dsv4.rotary_tables(config), recompute=recompute)
+    tiny_deepseek_v4.fill(made)
+    made.run.guard = WeightGuard(made.named_parameters)
+    made.run.cache = OperandCache(made.run.guard)
+    return made
+
+
 def median_ms(call) -> float:
     times = []
     for _ in range(RUNS + 2):  # the first two compile and warm up
@@ -121,37 +145,57 @@ def measure(made, tokens, packed) -> dict:
             "peak_mib": round((torch.cuda.max_memory_allocated() - held) / 2**20)}
 
 
-def profile(made, tokens, packed) -> None:
-    made(tokens, packed).sum().backward()
+def _backward(made, tokens, packed, *activities):
+    """(wall us, events) of one backward."""
+    made.zero_grad(set_to_none=True)
+    out = made(tokens, packed).sum()
     torch.cuda.synchronize()
-    started = time.perf_counter()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        made(tokens, packed).sum().backward()
+    with torch.profiler.profile(activities=activities) as seen:
+        started = time.perf_counter()
+        out.backward()
         torch.cuda.synchronize()
-    wall = 1e6 * (time.perf_counter() - started)
-    events = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
+        wall = 1e6 * (time.perf_counter() - started)
+    return wall, seen.key_averages()
+
+
+def profile(made, tokens, packed) -> None:
+    from torch.profiler import ProfilerActivity
+
+    made(tokens, packed).sum().backward()  # compiles
+    _, events = _backward(made, tokens, packed, ProfilerActivity.CPU, ProfilerActivity.CUDA)
+    functions = [e for e in events if e.key.endswith("Backward") and not e.key.startswith("autograd::")]
+    for e in sorted(functions, key=lambda e: -max(e.cpu_time_total, e.device_time_total))[:16]:
+        print(f"  {e.key:<26} {e.count:5d} calls  host {e.cpu_time_total / 1e3:8.2f} ms  "
+              f"kernels {e.device_time_total / 1e3:8.2f} ms")
+    wall, events = _backward(made, tokens, packed, ProfilerActivity.CUDA)  # above, the host paid for the profiler
+    events = sorted(events, key=lambda e: -e.self_device_time_total)
     busy = sum(e.self_device_time_total for e in events)
-    print(f"wall {wall / 1e3:.1f} ms, kernels {busy / 1e3:.1f} ms in {sum(e.count for e in events)} launches")
+    print(f"backward: wall {wall / 1e3:.1f} ms, kernels {busy / 1e3:.1f} ms in {sum(e.count for e in events)} launches")
     for e in events[:15]:
         print(f"  {e.self_device_time_total / 1e3:8.2f} ms  {e.count:6d}  {e.key[:90]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=list(BATCHES), default="nemotron")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    arms = {"ordinary": model(Ordinary), "aligned": model(NemotronH), "aligned, recompute": model(NemotronH, True)}
+    if args.model == "nemotron":
+        arms = {"ordinary": model(Ordinary), "aligned": model(NemotronH), "aligned, recompute": model(NemotronH, True)}
+    else:
+        arms = {"aligned": deepseek()}
     rows = []
-    for lengths in BATCHES:
+    for lengths in BATCHES[args.model]:
         packed = Packed(lengths, torch.device("cuda"))
-        tokens = torch.randint(0, 2048, (packed.tokens,), device="cuda")
-        for name, made in arms.items():
-            rows.append({"batch": f"{len(lengths)} x {lengths[0]}", "arm": name, **measure(made, tokens, packed)})
-            print("{batch:>10}  {arm:<18}  forward {forward_ms:8.2f} ms  both {both_ms:8.2f} ms  peak {peak_mib:6d} MiB"
-                  .format(**rows[-1]), flush=True)
+        tokens = torch.randint(0, arms["aligned"].shape.vocab, (packed.tokens,), device="cuda")
         if args.profile:
             profile(arms["aligned"], tokens, packed)
+        for name, made in arms.items():
+            batch = f"{len(lengths)} x {lengths[0]}" if len(set(lengths)) == 1 else f"{packed.tokens} in {len(lengths)}"
+            rows.append({"batch": batch, "arm": name, **measure(made, tokens, packed)})
+            print("{batch:>10}  {arm:<18}  forward {forward_ms:8.2f} ms  both {both_ms:8.2f} ms  peak {peak_mib:6d} MiB"
+                  .format(**rows[-1]), flush=True)
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -22,6 +22,7 @@ from .packing import Packed
 from .version_guard import WeightGuard
 
 _VERSION_FILE = "zero_mismatch.json"
+WRITERS = 4  # threads, and files, of a checkpoint; half of it is AdamW's two moments, each one tensor
 
 
 def _groups(ranks: int) -> Ranks:
@@ -113,10 +114,12 @@ class Actor:
         """Weights, optimizer state, and the version with its digest. `folder` must be empty or absent, and the same for
         every rank."""
         from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
         folder.mkdir(parents=True, exist_ok=True)
         stamp, _ = self.guard.export()
-        dist_checkpointing.save(self._state(is_loading=False), str(folder))
+        writers = TorchDistSaveShardedStrategy(thread_count=WRITERS)
+        dist_checkpointing.save(self._state(is_loading=False), str(folder), writers)
         saved = {"version": stamp.version, "digest": stamp.digest, "steps": self._steps()}
         if self.ranks.rank == 0:
             (folder / _VERSION_FILE).write_text(json.dumps(saved))
