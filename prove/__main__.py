@@ -90,6 +90,10 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--lr", type=float, default=5e-5, help="AdamW's learning rate (default 5e-5)")
     one.add_argument("--restore-after", type=int, default=5, metavar="UPDATE",
                      help="save after this one, restore in a fresh process (default 5)")
+    one.add_argument("--sleep", type=int, choices=(1, 2), default=0, metavar="LEVEL",
+                     help="the engine sleeps during every update: 1 keeps its weights on the host, 2 drops them")
+    one.add_argument("--whole-vocab", type=int, default=0, metavar="ANSWERS",
+                     help="of so many answers a step, compare the logprob of every token of the vocabulary")
 
     one = verb("async", "rollout and training at the same time, a bounded lag apart; stop and resume; a killed worker")
     one.add_argument("--lag", type=int, default=2, help="most versions between rollout and update (default 2)")
@@ -153,7 +157,8 @@ def run(args, screen: ui.UI) -> dict:
                                        turn=args.turn, **common)
         case "train":
             return train.train(made, screen, updates=args.updates, groups=args.groups, answers=args.answers,
-                               tokens=args.out_tokens, lr=args.lr, restore_after=args.restore_after, **common)
+                               tokens=args.out_tokens, lr=args.lr, restore_after=args.restore_after,
+                               sleep=args.sleep, whole_vocab=args.whole_vocab, **common)
         case "async":
             wanted = async_rl.Settings(args.lag, args.updates, args.stop_after, args.synchronous, args.groups,
                                        args.answers, args.out_tokens, args.lr)

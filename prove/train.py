@@ -2,8 +2,10 @@
 
 A step: the engine samples; the actor recomputes the answers' logprobs in packed micro-batches, once to score and once
 more, cut otherwise, in the forward that is trained on; every word must be equal both times. Then REINFORCE Zero, AdamW,
-and the new weights to the engine in place. After `--restore-after` updates the actor is saved; a second process, with
-its own engine, restores it and must give the words of the first for the same step, and learn the same weights from it.
+and the new weights to the engine in place. `--sleep` has the engine release its memory meanwhile; `--whole-vocab`
+compares the logprob of every token of the vocabulary, and not the sampled one's alone, for some answers. After
+`--restore-after` updates the actor is saved; a second process, with its own engine, restores it and must give the words
+of the first for the same step, and learn the same weights from it.
 `--restore-after 0` leaves that out, and fewer than LEARNS updates are not asked to show that the reward rises: gates
 that ask for the bits alone. The record says what was asked.
 
@@ -45,28 +47,32 @@ def reward(tokens: np.ndarray, vocab: int) -> float:
 
 
 class Trainer:
-    """One process: an engine and an actor. `call` has the run's deadline."""
+    """One process: an engine and an actor. `call` has the run's deadline. `whole`: answers of a step whose whole
+    vocabulary is compared."""
 
-    def __init__(self, engine: Engine, deadline: float):
-        self.engine, self.deadline = engine, deadline
+    def __init__(self, engine: Engine, deadline: float, whole: int):
+        self.engine, self.deadline, self.whole = engine, deadline, whole
 
     def call(self, op: str, **arguments):
         return self.engine.call(op, timeout=max(1.0, self.deadline - time.monotonic()), **arguments)
 
     def step(self, wanted: list[workload.Request], vocab: int) -> tuple[dict, dict]:
         """(the step's row, the rollout's answers by request)."""
-        rollout = self.call("rollout", requests=[r.message() for r in wanted])
+        whole = {r.id for r in wanted[::max(1, len(wanted) // max(1, self.whole))][:self.whole]}
+        rollout = self.call("rollout", requests=[r.message() | {"vocabulary": r.id in whole} for r in wanted])
         answers = rollout.pop("answers")
         sequences, rewards = advantaged(wanted, answers, vocab)
         scored = self.call("score", sequences=sequences, micro=MICRO)
+        every = self.call("whole", sequences=[s for s in sequences if s["id"] in whole], micro=MICRO) if whole else None
         update = self.call("update", sequences=sequences[::-1], micro=int(MICRO * SHARE))
         row = {"reward": sum(rewards) / sum(len(unpack(s["tokens"])) for s in sequences),
                "version": rollout["version"], "rollout_seconds": rollout["seconds"], "modes": rollout.get("modes"),
                "score_seconds": round(scored["seconds"], 3), "update_seconds": round(update["seconds"], 3),
                "accumulate_seconds": round(update["accumulate_seconds"], 3),
                "sync_seconds": round(update["sync_seconds"], 3), "loss": update["loss"], "norm": update["norm"],
-               "peak_memory": update["peak_memory"], "weights": update["weights"],
+               "peak_memory": update["peak_memory"], "weights": update["weights"], "sleep": update["sleep"],
                "trained_tokens": sum(len(s["prompt"]) + len(unpack(s["tokens"])) for s in sequences),
+               "whole_vocab": every,
                "scored": compared(wanted, answers, scored["words"]).summary(),
                "trained": compared(wanted, answers, update["words"]).summary()}
         return row, answers
@@ -98,25 +104,41 @@ def compared(wanted: list[workload.Request], answers: dict, words: dict) -> Figu
     return figures
 
 
+def held(row: dict, sleep: int, positions: int) -> bool:
+    """Whether every word is equal, in every way that was asked for, and what was restored is the same. positions: whose
+    whole vocabulary was to be compared."""
+    equal = row["scored"]["equal"] and row["trained"]["equal"] and row.get("same", True)
+    if sleep:  # graphs captured before the first sleep were replayed, and no rollout could start before the sync
+        equal = equal and row["sleep"].get("refused") is True and (row["modes"] or {}).get("FULL", 0) > 0
+    if positions:
+        every = row["whole_vocab"]
+        equal = equal and every["positions"] == positions and not every["differing_words"] and not every["nan"]
+    return equal
+
+
+def _flags(sleep: int, whole_vocab: int, vocab: int) -> dict:
+    return {**({"enable_sleep_mode": True} if sleep else {}), **({"max_logprobs": vocab} if whole_vocab else {})}
+
+
 def train(recipe: Recipe, ui: UI, *, updates: int, groups: int, answers: int, tokens: int, lr: float,
           restore_after: int, out: pathlib.Path, logs: pathlib.Path, budget: float, env: dict[str, str],
-          backend: str = "trainer") -> dict:
+          sleep: int = 0, whole_vocab: int = 0, backend: str = "trainer") -> dict:
     if restore_after >= updates:
         raise ValueError(f"--restore-after {restore_after} needs more than {updates} updates: what is restored is "
                          "compared at the next one; 0 leaves it out")
     kept = record.Record("train", recipe.subject, {
         "updates": updates, "groups": groups, "answers": answers, "tokens": tokens, "lr": lr,
-        "restore_after": restore_after, "learns": updates >= LEARNS, "response_tokens": groups * answers * tokens,
-        "micro": MICRO, "share": SHARE}, out)
+        "restore_after": restore_after, "learns": updates >= LEARNS, "sleep": sleep, "whole_vocab": whole_vocab,
+        "response_tokens": groups * answers * tokens, "micro": MICRO, "share": SHARE}, out)
     deadline = time.monotonic() + budget
     folder = logs / f"train-{recipe.subject}-checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
-    start, environment = engine_start(recipe, True)
+    start, environment = engine_start(recipe, True, _flags(sleep, whole_vocab, recipe.vocab))
 
     def begin(name: str) -> Trainer:
         engine = Engine(start, backend=backend, env=environment | env, log=logs / f"train-{name}.log", timeout=budget,
                         on_event=lambda event: _event(ui, event, f"{name}: "))
-        return Trainer(engine, deadline)
+        return Trainer(engine, deadline, whole_vocab)
 
     names = ("first", "restored") if restore_after else ("first",)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -127,7 +149,7 @@ def train(recipe: Recipe, ui: UI, *, updates: int, groups: int, answers: int, to
             open_engines.enter_context(trainer.engine)
             kept.engine(name, trainer.engine.info, start["flags"], environment)
         kept.actor(first.engine.info)
-        kept.data["actor"] = first.call("actor", lr=lr)
+        kept.data["actor"] = first.call("actor", lr=lr, sleep=sleep)
         rows, again = [], None
         for step in range(updates):
             wanted = requests(step, groups, answers, tokens, recipe.vocab)
@@ -135,38 +157,39 @@ def train(recipe: Recipe, ui: UI, *, updates: int, groups: int, answers: int, to
             rows.append({"case": f"update {step + 1}", **row})
             kept.row(rows[-1])
             _say(ui, rows[-1])
-            if not rows[-1]["scored"]["equal"]:
+            if not held(rows[-1], sleep, whole_vocab * tokens):
                 _part(first, ui, kept, wanted)
                 break
             if again is not None:
-                rows.append(_restored(trainers["restored"], wanted, recipe.vocab, (row, seen), again, folder, lr))
+                rows.append(_restored(trainers["restored"], wanted, recipe.vocab, (row, seen), again, folder, lr,
+                                      sleep))
                 kept.row(rows[-1])
                 _say(ui, rows[-1])
                 again = None
             if step + 1 == restore_after:
                 again = first.call("save", folder=str(folder))
-    found = verdict(rows, updates, restores=len(trainers) > 1)
+    found = verdict(rows, updates, len(trainers) > 1, sleep, whole_vocab * tokens)
     curve = found["curve"]
     ui.say(f"reward by token: {curve[0]:.3f} -> {curve[-1]:.3f}; tenths of the run, first to last: {found['gain']}")
     kept.finish(kept.locked and found["complete"], found["passed"], curve=curve, gain=found["gain"])
     return kept.data
 
 
-def verdict(rows: list[dict], updates: int, restores: bool) -> dict:
-    """complete: all that was asked was done. passed: every word is equal, what was restored is the same, and the
-    reward has risen where there were updates enough to tell."""
+def verdict(rows: list[dict], updates: int, restores: bool, sleep: int = 0, positions: int = 0) -> dict:
+    """complete: all that was asked was done. passed: every row holds, and the reward has risen where there were updates
+    enough to tell."""
     curve = [row["reward"] for row in rows if row["case"].startswith("update")]
     gain = _gain(curve)
-    equal = all(row["scored"]["equal"] and row["trained"]["equal"] and row.get("same", True) for row in rows)
+    equal = all(held(row, sleep, positions) for row in rows)
     return {"complete": len(curve) == updates and restores == any(row["case"] == "restored" for row in rows),
             "passed": equal and (updates < LEARNS or gain["last"] > gain["first"]), "curve": curve, "gain": gain}
 
 
 def _restored(second: Trainer, wanted, vocab: int, first: tuple[dict, dict], saved: dict, folder: pathlib.Path,
-              lr: float) -> dict:
+              lr: float, sleep: int) -> dict:
     """The step after the save, in a fresh process: its own comparison, and the first process's words again. Whether it
     also learns the same bits is reported: nothing promises that every backward kernel of PyTorch repeats itself."""
-    made = second.call("actor", lr=lr, restore=str(folder))
+    made = second.call("actor", lr=lr, restore=str(folder), sleep=sleep)
     row, again = second.step(wanted, vocab)
     first_row, seen = first
     same = Figures()
@@ -199,4 +222,8 @@ def _say(ui: UI, row: dict) -> None:
             f"{trained['differing_words']}, max |dp| {cell(scored['max_dp'])}, reward {row['reward']:.3f}, "
             f"norm {row['norm']:.3g}, rollout {row['rollout_seconds']:.1f} s, score {row['score_seconds']:.1f} s, "
             f"update {row['update_seconds']:.1f} s, sync {row['sync_seconds']:.2f} s"
+            + ("; asleep: {freed_bytes:,} bytes freed, {sleep_seconds} s and {wake_seconds} s".format(**row["sleep"])
+               if row["sleep"] else "")
+            + ("; whole vocabulary: {words:,} words, {differing_words} differ".format(**row["whole_vocab"])
+               if row["whole_vocab"] else "")
             + ("" if row.get("same", True) else "; NOT what the first process had"))

@@ -30,8 +30,9 @@ class Backend(vllm_backend.Backend):
 
     # ---- ops
 
-    def op_actor(self, *, lr: float, recompute: bool = True, restore: str | None = None) -> dict:
-        """Builds the actor, from a checkpoint where there is one, and sends its weights to the engine."""
+    def op_actor(self, *, lr: float, recompute: bool = True, restore: str | None = None, sleep: int = 0) -> dict:
+        """Builds the actor, from a checkpoint where there is one, and sends its weights to the engine. `sleep`: the
+        level at which the engine sleeps during every update; 0 leaves it awake."""
         import torch
         from megatron.zero_mismatch.weight_sync import SyncLedger, WeightReceiver
 
@@ -43,6 +44,7 @@ class Backend(vllm_backend.Backend):
             derive = getattr(self.runner.model, "process_weights_after_loading", None)
             self.receiver = WeightReceiver(self._resident, derive=derive)
             self.ledger = SyncLedger(max_lag=0)
+            self.level, self.sleeper = sleep, self._sleeper() if sleep else None
             seconds = self._sync()
         parameters = sum(p.numel() for p in self.actor.model.parameters())
         return {"parameters": parameters, "faults": self._faults(), "version": self.actor.guard.version,
@@ -54,11 +56,33 @@ class Backend(vllm_backend.Backend):
         tag = self.receiver.tag()
         answers = self.op_run(requests=requests)
         self.ledger.check(tag, self.actor.guard.version)
+        self.vocabulary = {name: answer.pop("vocabulary") for name, answer in answers["answers"].items()
+                           if "vocabulary" in answer}
         return {**answers, "version": tag.version}
 
     def op_score(self, *, sequences: list[dict], micro: int) -> dict:
         """The actor's logprob words of each sequence's answer, in micro-batches of about `micro` tokens."""
         return self._score(self.actor.model, sequences, micro)
+
+    def op_whole(self, *, sequences: list[dict], micro: int) -> dict:
+        """The logprob of every token of the vocabulary at every position of these answers, against the last rollout's,
+        for which they were asked. A missing position or token differs."""
+        import torch
+
+        found = {"positions": 0, "words": 0, "differing_words": 0, "nan": 0}
+        with _training(), torch.no_grad():
+            for batch in micro_batches(sequences, micro):
+                tokens, packed = self._packed(batch)
+                places = [torch.arange(end - len(unpack(s["tokens"])), end)
+                          for s, (_, end) in zip(batch, packed.bounds, strict=True)]
+                right = self.actor.model.vocabulary(tokens, packed, torch.cat(places).to(tokens.device))
+                left = np.concatenate([self.vocabulary[s["id"]] for s in batch]).view(np.float32)
+                left = torch.from_numpy(left).to(right.device)
+                found["positions"] += len(left)
+                found["words"] += left.numel()
+                found["differing_words"] += int((left.view(torch.int32) != right.view(torch.int32)).sum())
+                found["nan"] += int((left.isnan() | right.isnan()).sum())
+        return found
 
     def op_update(self, *, sequences: list[dict], micro: int) -> dict:
         """REINFORCE Zero on the answers (fields: id, prompt, tokens, words, advantage), AdamW, and the sync. `words`
@@ -67,9 +91,10 @@ class Backend(vllm_backend.Backend):
 
         torch.cuda.reset_peak_memory_stats()
         with _training():
-            learned = self._learn(sequences, micro)
+            with self._asleep() as slept:
+                learned = self._learn(sequences, micro)
             sync = self._sync()
-        return {**learned, "sync_seconds": sync, "peak_memory": torch.cuda.max_memory_allocated()}
+        return {**learned, "sync_seconds": sync, "peak_memory": torch.cuda.max_memory_allocated(), "sleep": slept}
 
     def op_save(self, *, folder: str) -> dict:
         self.actor.save(pathlib.Path(folder))
@@ -220,6 +245,31 @@ class Backend(vllm_backend.Backend):
 
             held += [(name, buffer) for name, buffer in self.runner.model.named_buffers() if is_cache_scale(name)]
         return held
+
+    def _sleeper(self):
+        from prove.sleep import Sleeper
+
+        return Sleeper(self.engine, self.runner)
+
+    @contextlib.contextmanager
+    def _asleep(self):
+        """The engine sleeps inside; what is yielded says afterwards how. `refused`: a rollout between wake and sync."""
+        from megatron.zero_mismatch.weight_sync import SyncRefused
+
+        slept: dict = {}
+        if not self.level:
+            yield slept
+            return
+        self.receiver.asleep(self.level)
+        slept |= self.sleeper.sleep(self.level)
+        yield slept
+        slept |= self.sleeper.wake()
+        self.receiver.awake()
+        try:
+            self.ledger.check(self.receiver.tag(), self.actor.guard.version)
+            slept["refused"] = False
+        except SyncRefused:
+            slept["refused"] = True
 
     def _sync(self) -> float:
         import torch

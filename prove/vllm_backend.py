@@ -81,7 +81,7 @@ class Backend:
     def op_run(self, *, requests: list[dict], chunk: int | None = None, graphs: str = "on",
                preempt_at: list[int] = (), fresh: bool = True, one_by_one: bool = False,
                keep_blocks: int | None = None) -> dict:
-        """Answers requests (fields: workload.Request, and join, read_cache, prompt_logprobs).
+        """Answers requests (fields: workload.Request, and join, read_cache, prompt_logprobs, vocabulary).
 
         chunk: most tokens a step; graphs: "on", "off" or "mixed" (every other step); preempt_at: steps before which all
         running requests are preempted; fresh: forget the prefix cache first; keep_blocks: cache blocks left to use.
@@ -184,7 +184,11 @@ class Backend:
             if self.runner.cudagraph_manager is not None and graphs != "on":
                 self.runner.cudagraph_manager._graphs_captured = graphs == "mixed" and step % 2 == 0
             for output in self.engine.step():
-                answers[names[output.request_id]["id"]] = _answer(output)
+                request = names[output.request_id]
+                answers[request["id"]] = _answer(output)
+                if request.get("vocabulary"):
+                    size = self.engine.vllm_config.model_config.get_vocab_size()
+                    answers[request["id"]]["vocabulary"] = vocabulary_words(output.outputs[0].logprobs, size)
             if self.steps.idle > IDLE_STEPS:
                 raise RuntimeError(f"nothing was scheduled for {IDLE_STEPS} steps with {len(names) - len(answers)} "
                                    "requests unanswered: the cache cannot hold even one of them")
@@ -199,7 +203,8 @@ class Backend:
         wants_prompt = request.get("prompt_logprobs", False)
         params = SamplingParams(
             temperature=request.get("temperature", 1.0), seed=request["seed"], max_tokens=request["max_tokens"],
-            ignore_eos=True, detokenize=False, logprobs=0 if request.get("logprobs", True) else None,
+            ignore_eos=True, detokenize=False,
+            logprobs=-1 if request.get("vocabulary") else 0 if request.get("logprobs", True) else None,
             prompt_logprobs=0 if wants_prompt else None,
             flat_logprobs=True, skip_reading_prefix_cache=not request.get("read_cache", False),
             output_kind=RequestOutputKind.FINAL_ONLY)
@@ -260,6 +265,16 @@ def _answer(output) -> dict:
         # One entry a prompt token; the first has none. After a prefix hit only the computed tail is there.
         answer["prompt_words"] = pack(words(_chosen(output.prompt_logprobs)))
     return answer
+
+
+def vocabulary_words(logprobs, size: int) -> np.ndarray:
+    """uint32 [positions, size]: every token's logprob, at its id. vLLM lists the sampled token, then all by rank. A
+    token that is not listed has the word of a NaN. An array, for this process alone: a step's are too many for a pipe.
+    """
+    found = np.full((len(logprobs), size), np.float32(np.nan).view(np.uint32))
+    for row, (start, end) in enumerate(zip(logprobs.start_indices, logprobs.end_indices, strict=True)):
+        found[row, logprobs.token_ids[start:end]] = words(logprobs.logprobs[start:end])
+    return found
 
 
 def _chosen(logprobs) -> list[float]:

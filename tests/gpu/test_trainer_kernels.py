@@ -53,7 +53,9 @@ def cases():
             x, normal(16, 256, hidden) / 20, normal(16, hidden, 256) / 20,
             torch.rand(1, 4, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).expand(len(x), 4)
             .contiguous(), (p.positions[:, None] * 3 + torch.arange(4, device="cuda") * 5).remainder(16).int())),
-        "logprob": (lambda t: normal(t, 2048), lambda k, x, p: k.logprob(x, p.positions * 7 % 2048)),
+        "logprob": (lambda t: normal(t, 2048), lambda k, x, p: k.logprob(x, p.positions[:, None] * 7 % 2048)),
+        "logprob_of_all": (lambda t: normal(t, 2048), lambda k, x, p: k.logprob(
+            x, torch.arange(2048, device="cuda").expand(len(x), -1))),
     }  # fmt: skip
 
 

@@ -98,6 +98,18 @@ def test_a_logprob_depends_on_nothing_behind_its_token():
     assert torch.allclose(whole[:20], head, rtol=0, atol=1e-13)
 
 
+def test_the_whole_vocabulary_has_the_bits_of_each_token_that_is_there(invariant):
+    made = tiny_nemotron.model(table=invariant)
+    tokens, packed = pack(tiny_nemotron.sequences(*LENGTHS))
+    with torch.no_grad():
+        one = made(tokens, packed)
+    places = (packed.positions > 0).nonzero()[:, 0]
+    every = made.vocabulary(tokens, packed, places)
+    assert same(every.gather(1, tokens[places, None])[:, 0], one[places])
+    assert every.shape == (len(places), made.shape.vocab) and every.dtype == torch.float32
+    torch.testing.assert_close(every.double().exp().sum(1), torch.ones(len(places), dtype=torch.float64))
+
+
 def test_bf16_gradients_are_as_near_to_fp64_as_the_usual_model():
     """The bound of `prove grad`, in small: two models with the same number of roundings."""
     model = tiny_nemotron.model()

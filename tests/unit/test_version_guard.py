@@ -509,6 +509,63 @@ def test_weights_lost_in_sleep_are_found_at_wake_and_synced_again(pair):
     receiver.verify()
 
 
+def test_an_engine_that_sleeps_gives_no_tag_and_takes_no_sync(pair):
+    model, guard, _, receiver, _ = pair
+    manifest = Manifest.of(guard)
+    sync(manifest, model.named_parameters(), receiver)
+    for level in (1, 2):
+        receiver.asleep(level)
+        with pytest.raises(SyncRefused, match=f"a rollout while this engine sleeps at level {level}"):
+            receiver.tag()
+        with pytest.raises(SyncRefused, match="a sync while"):
+            receiver.begin(manifest)
+        with pytest.raises(SyncRefused, match="outside a sync"):
+            receiver.put("0.weight", model[0].weight.detach())
+        receiver.awake()
+    with pytest.raises(ValueError, match="level 0"):
+        receiver.asleep(0)
+
+
+def test_weights_kept_in_sleep_are_served_again_if_every_bit_is_there(pair):
+    model, guard, engine, receiver, _ = pair
+    sync(Manifest.of(guard), model.named_parameters(), receiver)
+    receiver.asleep(1)
+    receiver.awake()
+    assert receiver.tag() == Tag(1, guard.digest)
+    receiver.asleep(1)
+    engine.scale.data.zero_()
+    with pytest.raises(SyncRefused, match="lost or overwritten"):
+        receiver.awake()
+
+
+def test_weights_dropped_in_sleep_are_served_after_the_next_commit_only(pair):
+    model, guard, engine, receiver, _ = pair
+    manifest = Manifest.of(guard)
+    sync(manifest, model.named_parameters(), receiver)
+    receiver.asleep(2)
+    for _, tensor in engine.resident():
+        tensor.data.fill_(float("nan"))
+    receiver.awake()
+    with pytest.raises(SyncRefused, match="no complete set"):
+        receiver.tag()
+    older = Manifest(0, manifest.digest, manifest.tensors)
+    with pytest.raises(SyncRefused, match="expected more than 0"):
+        receiver.begin(older)
+    sync(manifest, model.named_parameters(), receiver)  # no update in between: the same version again
+    assert receiver.tag() == Tag(1, guard.digest) and not engine.scale.isnan()
+
+
+def test_a_sync_that_a_sleep_cut_short_cannot_be_finished(pair):
+    model, guard, _, receiver, _ = pair
+    receiver.begin(Manifest.of(guard))
+    receiver.asleep(1)
+    receiver.awake()
+    with pytest.raises(SyncRefused, match="outside a sync"):
+        receiver.commit()
+    with pytest.raises(SyncRefused, match="no complete set"):
+        receiver.tag()
+
+
 def test_manifest_that_was_cut_or_edited_is_refused(pair):
     _, guard, _, _, _ = pair
     manifest = Manifest.of(guard)

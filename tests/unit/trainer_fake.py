@@ -2,7 +2,8 @@
 
 The "engine" is the same tiny model over parameters of its own, in the engine's names and layout, and samples token by
 token from a full forward: its words equal the trainer's as long as it holds the trainer's weights. flags["fault"]
-plants what must be noticed: "stale" (it keeps answering from its first weights).
+plants what must be noticed: "stale" (it keeps answering from its first weights), "vocabulary" (one word of a token that
+was not sampled), "level 1" (it loses its weights in a sleep that keeps them), "eager" (it replays no graph).
 """
 import importlib.util
 import os
@@ -24,6 +25,23 @@ from prove import trainer_backend
 from prove.engine import pack
 
 
+class Sleeper:
+    """Drops what a sleep of level 2 drops."""
+
+    def __init__(self, weights: dict, fault: str | None):
+        self.weights, self.fault, self.level = weights, fault, 0
+
+    def sleep(self, level: int) -> dict:
+        self.level = level
+        return {"level": level, "freed_bytes": 1, "sleep_seconds": 0.0}
+
+    def wake(self) -> dict:
+        if self.level == 2 or self.fault == "level 1":
+            for tensor in self.weights.values():
+                tensor.data.fill_(float("nan"))
+        return {"wake_seconds": 0.0}
+
+
 class Backend(trainer_backend.Backend):
     def __init__(self, *, model: str, flags: dict, weights_script=None, emit=None):
         self.placed = cuda_on_cpu()
@@ -42,6 +60,9 @@ class Backend(trainer_backend.Backend):
         return {"versions": {"vllm": "fake"}, "gpu": "none", "vllm_path": os.environ["FAKE_SITE"] + "/vllm",
                 "start_seconds": 0.0, "weights": "00", "cache_block": self.scheduler.block_size}
 
+    def _sleeper(self):
+        return Sleeper(dict(self._resident()), self.fault)
+
     @torch.no_grad()
     def op_run(self, *, requests, graphs="on"):
         answers = {}
@@ -53,7 +74,16 @@ class Backend(trainer_backend.Backend):
                 tokens = torch.cat([tokens, torch.multinomial(z.float().softmax(-1), 1, generator=generator)])
             words = self.engine(*pack_sequences([tokens])).numpy()[-request["max_tokens"]:].view(np.uint32).copy()
             answers[request["id"]] = {"tokens": pack(tokens[-request["max_tokens"]:].numpy()), "words": pack(words)}
-        return {"answers": answers, "seconds": 0.0}
+            if request.get("vocabulary"):
+                answers[request["id"]]["vocabulary"] = self._vocabulary(tokens, request["max_tokens"])
+        return {"answers": answers, "seconds": 0.0, "modes": {} if self.fault == "eager" else {"FULL": 1}}
+
+    def _vocabulary(self, tokens, count: int):
+        places = torch.arange(len(tokens) - count, len(tokens))
+        every = self.engine.vocabulary(*pack_sequences([tokens]), places).numpy().view(np.uint32)
+        if self.fault == "vocabulary":
+            every[0, (int(tokens[-count]) + 1) % every.shape[1]] ^= 1
+        return every
 
     def _logits(self, tokens):
         hidden = self.engine.hidden(*pack_sequences([tokens]))[-1:]

@@ -33,8 +33,8 @@ def run(megatron_tree, tmp_path, monkeypatch):
     return call
 
 
-def small(run, fault=None, updates=4):
-    return run(train.train, fault, updates=updates, groups=4, answers=3, tokens=8, lr=1e-2, restore_after=2)
+def small(run, fault=None, updates=4, **more):
+    return run(train.train, fault, updates=updates, groups=4, answers=3, tokens=8, lr=1e-2, restore_after=2, **more)
 
 
 def test_trainer_agrees_before_every_update_and_a_fresh_process_goes_on_from_the_checkpoint(run):
@@ -57,6 +57,39 @@ def test_an_engine_that_keeps_its_old_weights_is_a_difference(run):
     assert data["rows"][1]["scored"]["max_dp"] > 0 and not data["passed"]
     assert [row["kind"] for row in data["layers"]] == list("ME*M-E")
     assert data["layers"][0]["residual"], "the embedding itself is another"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_slept_through_every_update_agrees_and_refuses_a_rollout_before_the_sync(run, level):
+    data = small(run, updates=3, sleep=level)
+    assert [row["case"] for row in data["rows"]] == ["update 1", "update 2", "update 3", "restored"]
+    for row in data["rows"]:
+        assert row["scored"]["equal"] and row["trained"]["equal"]
+        assert row["sleep"]["level"] == level and row["sleep"]["refused"]
+    assert data["engines"]["first"]["flags"]["enable_sleep_mode"]
+
+
+def test_weights_lost_in_a_sleep_that_keeps_them_stop_the_run(run):
+    with pytest.raises(EngineError, match="lost or overwritten"):
+        small(run, fault="level 1", sleep=1)
+
+
+def test_a_run_that_slept_without_replaying_a_graph_afterwards_proves_nothing(run):
+    assert len(small(run, fault="eager", sleep=2)["rows"]) == 1, "stopped at the first row"
+
+
+def test_the_whole_vocabulary_of_some_answers_is_compared_at_every_position(run):
+    data = small(run, updates=3, whole_vocab=5)
+    assert {row["whole_vocab"]["positions"] for row in data["rows"]} == {5 * 8}
+    assert {row["whole_vocab"]["words"] for row in data["rows"]} == {5 * 8 * 64}
+    assert not any(row["whole_vocab"]["differing_words"] for row in data["rows"]) and len(data["rows"]) == 4
+    assert data["engines"]["first"]["flags"]["max_logprobs"] == 64
+
+
+def test_one_word_of_a_token_that_was_not_sampled_is_a_difference(run):
+    data = small(run, fault="vocabulary", whole_vocab=1)
+    assert len(data["rows"]) == 1 and data["rows"][0]["scored"]["equal"], "the sampled tokens show nothing"
+    assert data["rows"][0]["whole_vocab"]["differing_words"] == 1 and not data["passed"]
 
 
 def test_gradients_are_within_their_bounds_and_every_planted_fault_is_caught(run):

@@ -113,7 +113,7 @@ def from_vllm(page: int) -> Kernels:
         router_logits=bi_mm_fp32,
         router_top_k=_vllm_top_k,
         experts=_vllm_experts,
-        logprob=lambda logits, tokens: compute_token_logprobs(logits, tokens[:, None])[:, 0],
+        logprob=compute_token_logprobs,
         quantised=Quantised(linear_fp8_static.VLLM, attention_fp8.vllm(page), experts_nvfp4.VLLM),
     )
 

@@ -5,10 +5,15 @@
 Values: the head's GEMM is `linear_batch_invariant` (layers/vocab_parallel_embedding.py:79 of 0.33.0) with BF16 logits,
 the logprob the sampler's own kernel over them (v1/worker/gpu/sample/logprob.py:17). Both are functions of one row, so
 walking the tokens in blocks gives the bits of one call, and the [tokens, vocabulary] logits never exist at once, in
-any dtype. Blocks change no forward bit.
+any dtype. Blocks change no forward bit. Of the other tokens only max and sum reach the result, so `logprob` asks the
+kernel for one token a row; `of_vocabulary` asks for all and has the same bits.
 
 Backward: logits are computed again by the same kernel, block by block; dz = g (onehot - softmax(z)) in fp32, rounded to
 the logits' dtype, dh = dz W, dW accumulated in fp32 over the blocks. Gradients: h and W.
+
+fp32 over the vocabulary: none in the forward, where the kernel widens 1,024 BF16 logits at a time in registers and
+writes one number a token. In the backward dz of one block, [BLOCK, vocabulary], made in place of the softmax; dW, the
+weight's size, because BF16 would round the sum once a block.
 """
 import torch
 
@@ -26,7 +31,8 @@ class _LogProb(torch.autograd.Function):
         ctx.linear = linear
         hidden, weight = hidden.detach(), weight.detach()
         return torch.cat([
-            kernel(linear(h, weight), t) for h, t in zip(hidden.split(BLOCK), tokens.split(BLOCK), strict=True)
+            kernel(linear(h, weight), t[:, None])[:, 0]
+            for h, t in zip(hidden.split(BLOCK), tokens.split(BLOCK), strict=True)
         ])  # fmt: skip
 
     @staticmethod
@@ -36,9 +42,9 @@ class _LogProb(torch.autograd.Function):
         dw = torch.zeros_like(weight, dtype=wide(weight).dtype)
         dh = []
         for h, t, g in zip(hidden.split(BLOCK), tokens.split(BLOCK), grad.split(BLOCK), strict=True):
-            z = wide(ctx.linear(h, weight))
-            e = (z - z.amax(-1, keepdim=True)).exp()
-            dz = e / e.sum(-1, keepdim=True) * -g[:, None]
+            dz = wide(ctx.linear(h, weight))
+            dz.sub_(dz.amax(-1, keepdim=True)).exp_()
+            dz.div_(dz.sum(-1, keepdim=True)).mul_(-g[:, None])
             dz.scatter_add_(1, t[:, None], g[:, None].to(dz.dtype))  # one index a row: no two adds meet
             dz = dz.to(hidden.dtype)
             dh.append(dz @ weight)
@@ -65,6 +71,16 @@ def of_packed(linear, kernel, states, weight: torch.Tensor, tokens: torch.Tensor
     return torch.where(packed.positions > 0, collect(found, packed, alike=True).roll(1), 0.0)
 
 
+@torch.no_grad()
+def of_vocabulary(linear, kernel, states, weight, tokens, packed: Packed, places: torch.Tensor) -> torch.Tensor:
+    """The logprob of every token of the vocabulary at each of `places`, as `of_packed` has that of the token which is
+    there: fp32 [places, vocabulary]. places: [n] int64, none a sequence's first. To compare, not to learn from."""
+    before = states(tokens, packed)[places - 1]
+    every = torch.arange(weight.shape[0], device=tokens.device)
+    return torch.cat([kernel(linear(h, weight), every.expand(len(h), -1)) for h in before.split(BLOCK)])
+
+
 def reference(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """logits: [rows, vocabulary], tokens: [rows, n] int64 -> fp32 [rows, n]."""
     z = wide(logits)
-    return (z.gather(1, tokens[:, None]) - torch.logsumexp(z, -1, keepdim=True))[:, 0]
+    return z.gather(1, tokens) - torch.logsumexp(z, -1, keepdim=True)

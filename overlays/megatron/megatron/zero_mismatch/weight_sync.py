@@ -4,6 +4,8 @@ Invariant: a rollout's tag (version, digest) names exactly the bytes the trainer
 tensor the engine serves from lies where it lay when its CUDA graphs were captured. It holds because the engine digests
 each tensor as it arrives, before it is written; reads plainly copied tensors back after the last write; compares all
 addresses; and gives no tag from `begin` until `commit` has passed all of it. A failed sync leaves no tag to give.
+An engine that sleeps gives none either and takes no sync: its tensors have addresses and no memory. One that dropped
+its weights (level 2) gives none until the next commit; one that kept them on the host (level 1) shows every bit first.
 
     trainer                                   engine
     manifest = Manifest.of(guard)
@@ -85,9 +87,11 @@ class WeightReceiver:
         self._missing: set[str] = set()
         self._receipt: Receipt | None = None  # None: serving is refused
         self._last_version: int | None = None
+        self._asleep = 0  # the level it sleeps at
 
     def begin(self, manifest: Manifest) -> None:
         """Stop serving and expect every tensor of the manifest. A manifest that is not newer changes nothing."""
+        self._refuse_asleep("a sync")
         if self._last_version is not None and manifest.version <= self._last_version:
             raise SyncRefused(
                 f"found weights of version {manifest.version}, expected more than {self._last_version}, which this "
@@ -130,6 +134,7 @@ class WeightReceiver:
 
     def tag(self) -> Tag:
         """What a rollout that starts now must carry."""
+        self._refuse_asleep("a rollout")
         if self._receipt is None:
             raise SyncRefused("this engine holds no complete set of weights; finish a sync before the next rollout")
         return Tag(self._receipt.version, self._receipt.digest)
@@ -146,6 +151,27 @@ class WeightReceiver:
                 f"{tag.version}; they were lost or overwritten: sync again"
             )
         return tag
+
+    def asleep(self, level: int) -> None:
+        """Before the engine sleeps: at level 1 its weights go to the host, at level 2 they are dropped."""
+        if level not in (1, 2):
+            raise ValueError(f"found sleep level {level}, expected 1 (weights kept on the host) or 2 (dropped)")
+        self._asleep, self._incoming = level, None
+        if level == 2:
+            self._receipt = None
+            if self._last_version is not None:
+                self._last_version -= 1  # what was dropped may come again, nothing older
+
+    def awake(self) -> None:
+        """After the engine woke. Where the weights were kept, raises unless every bit and address is that of before."""
+        self._asleep = 0
+        if self._receipt is not None:
+            self.verify()
+
+    def _refuse_asleep(self, what: str) -> None:
+        if self._asleep:
+            raise SyncRefused(f"found {what} while this engine sleeps at level {self._asleep}; wake it first: its "
+                              "tensors have no memory")
 
     def _expecting(self) -> Manifest:
         if self._incoming is None:

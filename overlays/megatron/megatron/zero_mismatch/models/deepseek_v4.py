@@ -273,6 +273,11 @@ class DeepseekV4(nn.Module):
         k = self.run.kernels.shared
         return logprob.of_packed(k.linear, k.logprob, self.hidden, self.lm_head.weight, tokens, packed)
 
+    def vocabulary(self, tokens: torch.Tensor, packed: Packed, places: torch.Tensor) -> torch.Tensor:
+        """The logprob of every token of the vocabulary at `places`: logprob.of_vocabulary."""
+        k = self.run.kernels.shared
+        return logprob.of_vocabulary(k.linear, k.logprob, self.hidden, self.lm_head.weight, tokens, packed, places)
+
     def hidden(self, tokens: torch.Tensor, packed: Packed) -> torch.Tensor:
         """The states that lm_head sees: [own rows, hidden]."""
         b, k, s = self.model, self.run.kernels, self.shape

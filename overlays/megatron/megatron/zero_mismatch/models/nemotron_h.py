@@ -304,6 +304,11 @@ class NemotronH(nn.Module):
         k = self.kernels
         return logprob.of_packed(k.linear, k.logprob, self.hidden, self.lm_head.weight, tokens, packed)
 
+    def vocabulary(self, tokens: torch.Tensor, packed: Packed, places: torch.Tensor) -> torch.Tensor:
+        """The logprob of every token of the vocabulary at `places`: logprob.of_vocabulary."""
+        k = self.kernels
+        return logprob.of_vocabulary(k.linear, k.logprob, self.hidden, self.lm_head.weight, tokens, packed, places)
+
     def hidden(self, tokens: torch.Tensor, packed: Packed) -> torch.Tensor:
         """The states that lm_head sees: [own rows, hidden]."""
         x, residual = torch.nn.functional.embedding(packed.own(tokens), self.model.embed_tokens.weight), None
