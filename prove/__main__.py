@@ -10,7 +10,8 @@ import tempfile
 
 try:
     from prove import (
-        async_rl, bench, bisect, cases, counter, cp, grad, recipe, record, rollout, served, train, ui, unchanged, warm,
+        async_rl, bench, bisect, cases, cost, counter, cp, grad, recipe, record, rollout, served, train, ui, unchanged,
+        warm,
     )
     from prove.engine import EngineError
     from prove.recipe import ROOT
@@ -111,6 +112,9 @@ def parser() -> argparse.ArgumentParser:
 
     verb("grad", "every parameter's gradient against an independent fp64 model, and planted faults")
 
+    one = verb("cost", "the aligned trainer's time and memory beside the same model in ordinary BF16")
+    one.add_argument("--runs", type=int, default=7, help="most runs of every arm and batch that count (default 7)")
+
     one = verb("warm", "fill the JIT caches and say where the time goes")
     one.add_argument("--off", action="store_true", help="also the kernels used with batch invariance off")
     return top
@@ -167,6 +171,8 @@ def run(args, screen: ui.UI) -> dict:
             return cp.cp(made, screen, **common)
         case "grad":
             return grad.grad(made, screen, **common)
+        case "cost":
+            return cost.cost(made, screen, runs=args.runs, **common)
         case "warm":
             return warm.warm(made, screen, modes=[True, False] if args.off else [True], **common)
 

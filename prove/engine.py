@@ -29,7 +29,7 @@ from prove.scripts import load
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BACKENDS = {"vllm": "prove.vllm_backend", "trainer": "prove.trainer_backend", "async": "prove.async_backend",
-            "cp": "prove.cp_backend"}
+            "cp": "prove.cp_backend", "cost": "prove.cost_backend"}
 
 
 class EngineError(RuntimeError):

@@ -65,7 +65,7 @@ class Sleeper:
         self._addresses = self._where()
         if level == 2 and self._strays is None:
             self._strays = strays(self.memory.regions("weights"), self._known())
-        self._host = [stray.cpu() for stray in self._strays] if level == 2 else []
+        self._host = [stray.to("cpu", copy=True) for stray in self._strays] if level == 2 else []
         self.engine.sleep(level)
         return {"level": level, "freed_bytes": self.memory.bytes(), "strays": len(self._host),
                 "stray_bytes": sum(map(len, self._host)), "sleep_seconds": round(time.perf_counter() - started, 3)}

@@ -15,10 +15,12 @@ OPTIONS = {
     "counter": {"--site", "--patches", "--tests-only", "--tokens", "--at-once"},
     "bench": {"--concurrent", "--prompt-tokens", "--out-tokens", "--seconds", "--runs", "--turn"},
     "unchanged": {"--pristine", "--tokens", "--concurrent", "--out-tokens", "--runs", "--turn"},
-    "train": {"--updates", "--groups", "--answers", "--out-tokens", "--lr", "--restore-after"},
+    "train": {"--updates", "--groups", "--answers", "--out-tokens", "--lr", "--restore-after", "--sleep",
+              "--whole-vocab"},
     "async": {"--lag", "--updates", "--stop-after", "--synchronous", "--groups", "--answers", "--out-tokens", "--lr"},
     "cp": set(),
     "grad": set(),
+    "cost": {"--runs"},
     "warm": {"--off"},
 }
 

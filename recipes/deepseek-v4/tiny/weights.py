@@ -78,11 +78,16 @@ RULES = [  # the first match decides
 ]
 
 
+def fill_masters(model) -> None:
+    """A trainer's model: BF16 masters, rows of variance 1 / fan-in, where the engine's has e4m3 values and scales."""
+    fill(model, [(pattern, _normal_by_row(1.0) if rule is _fp8 else rule) for pattern, rule in RULES])
+
+
 @torch.no_grad()
-def fill(model) -> None:
+def fill(model, rules=None) -> None:
     """Writes every parameter of a freshly built model, before vLLM processes the weights for its kernels."""
     for name, param in model.named_parameters():
-        rule = next((r for pattern, r in RULES if re.search(pattern, name)), None)
+        rule = next((r for pattern, r in rules or RULES if re.search(pattern, name)), None)
         if rule is None or (rule is _fp8) != (param.dtype == torch.float8_e4m3fn):
             raise ValueError(f"no rule for {name} {tuple(param.shape)} {param.dtype}: add one to {__file__}")
         generator = torch.Generator(device=param.device).manual_seed(SEED + zlib.crc32(name.encode()))

@@ -75,6 +75,9 @@ def of_packed(linear, kernel, states, weight: torch.Tensor, tokens: torch.Tensor
 def of_vocabulary(linear, kernel, states, weight, tokens, packed: Packed, places: torch.Tensor) -> torch.Tensor:
     """The logprob of every token of the vocabulary at each of `places`, as `of_packed` has that of the token which is
     there: fp32 [places, vocabulary]. places: [n] int64, none a sequence's first. To compare, not to learn from."""
+    if packed.ranks.size != 1:
+        raise ValueError(f"of_vocabulary: found {packed.ranks.size} context-parallel ranks, expected 1: it reads the "
+                         "states of rows that another rank has; compare on one")
     before = states(tokens, packed)[places - 1]
     every = torch.arange(weight.shape[0], device=tokens.device)
     return torch.cat([kernel(linear(h, weight), every.expand(len(h), -1)) for h in before.split(BLOCK)])
