@@ -6,13 +6,12 @@ grows past LIMIT are refused by name. The archive's digest has been compared bef
 from __future__ import annotations
 
 import os
-import tarfile
 import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from . import progress, staging
+from . import progress, staging, tar
 from .errors import DirtyTarget, LockMismatch, Row
 from .paths import why_unsafe
 from .shadow import File, Files
@@ -26,7 +25,7 @@ def read_files(archive: Path, wanted: Collection[str] | None = None) -> Files:
     files: Files = {}
     with _damage_named(archive):
         for content, member, path in _members(archive, f"read {archive.name}"):
-            if member.isfile() and (wanted is None or path in wanted):
+            if member.kind == tar.FILE and (wanted is None or path in wanted):
                 files[path] = File(content.exactly(member.size), _mode(member))
                 if wanted is not None and len(files) == len(set(wanted)):
                     break
@@ -36,7 +35,7 @@ def read_files(archive: Path, wanted: Collection[str] | None = None) -> Files:
 def names(archive: Path) -> set[str]:
     """The path of every file in it."""
     with _damage_named(archive):
-        return {path for _, member, path in _members(archive, f"read {archive.name}") if member.isfile()}
+        return {path for _, member, path in _members(archive, f"read {archive.name}") if member.kind == tar.FILE}
 
 
 def unpack(archive: Path, into: Path) -> None:
@@ -53,12 +52,12 @@ def unpack(archive: Path, into: Path) -> None:
                               ) from None
 
 
-def _write(content: _Unzipped, member: tarfile.TarInfo, path: str, root: str, folders: set[str]) -> None:
-    folder = path if member.isdir() else path.rpartition("/")[0]
+def _write(content: _Unzipped, member: tar.Member, path: str, root: str, folders: set[str]) -> None:
+    folder = path if member.kind == tar.FOLDER else path.rpartition("/")[0]
     if folder not in folders:
         os.makedirs(f"{root}/{folder}", exist_ok=True)
         folders.add(folder)
-    if not member.isfile():
+    if member.kind == tar.FOLDER:
         return
     # O_EXCL never opens through a link, and root is new and holds only what this loop made.
     handle = os.open(f"{root}/{path}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, int(_mode(member), 8) & 0o777)
@@ -73,12 +72,12 @@ def _write(content: _Unzipped, member: tarfile.TarInfo, path: str, root: str, fo
         os.close(handle)
 
 
-def _mode(member: tarfile.TarInfo) -> str:
+def _mode(member: tar.Member) -> str:
     return "100755" if member.mode & 0o100 else "100644"
 
 
 class _Unzipped:
-    """The tar inside a .tar.gz for tarfile, forward only. GzipFile's layers of buffers cost as much as unpacking."""
+    """The tar inside a .tar.gz, forward only. GzipFile's layers of buffers cost as much as unpacking."""
 
     def __init__(self, file, advance):
         self.file, self.advance = file, advance
@@ -89,7 +88,7 @@ class _Unzipped:
         return self.begin + self.at
 
     def seek(self, position: int) -> None:
-        assert position >= self.tell(), "tarfile reads a tar from front to back"
+        """Go forward to `position`, or to the end if that comes first."""
         while position > self.begin + len(self.buffer) and self._refill():
             pass
         self.at = min(position - self.begin, len(self.buffer))
@@ -98,6 +97,8 @@ class _Unzipped:
         """The next `size` bytes; fewer at the end."""
         piece = self.buffer[self.at : self.at + size]
         self.at += len(piece)
+        if len(piece) == size:
+            return piece
         pieces = [piece]
         while (size := size - len(piece)) and self._refill():
             piece = self.buffer[:size]
@@ -130,16 +131,14 @@ class _Unzipped:
 
 @contextmanager
 def _damage_named(archive: Path) -> Iterator[None]:
-    """Whatever tarfile and gzip raise over a broken archive, as one error that names it."""
+    """Whatever a broken tar or gzip raises, as one error that names the archive."""
     try:
         yield
-    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise  # of the disk, not of the archive
+    except (tar.Damaged, zlib.error, EOFError) as error:
         raise damaged(archive, str(error)) from None
 
 
-def _members(archive: Path, label: str) -> Iterator[tuple[_Unzipped, tarfile.TarInfo, str]]:
+def _members(archive: Path, label: str) -> Iterator[tuple[_Unzipped, tar.Member, str]]:
     """Every file and folder in order, with its checked path below the top folder ('' for the top folder itself).
 
     The content of a file is what its stream gives next.
@@ -147,34 +146,32 @@ def _members(archive: Path, label: str) -> Iterator[tuple[_Unzipped, tarfile.Tar
     top, total, seen = "", 0, set()
     with open(archive, "rb") as file, progress.bar(label, os.fstat(file.fileno()).st_size) as advance:
         unzipped = _Unzipped(file, advance)
-        with tarfile.open(fileobj=unzipped, mode="r:") as tar:
-            for member in tar:
-                first, _, path = member.name.partition("/")
-                top, total = top or first, total + member.size
-                if reason := _why_refused(member, first, path, top, total, seen):
-                    raise refused(archive, member.name, reason, "plain files and folders under one top folder")
-                seen.add(path)
-                yield unzipped, member, path
-        while data := unzipped.read(CHUNK):  # to its end: a damaged header only ends tarfile's loop
+        for member in tar.members(unzipped):
+            first, _, path = member.name.partition("/")
+            top, total = top or first, total + member.size
+            if reason := _why_refused(member, first, path, top, total, seen):
+                raise refused(archive, member.name, reason, "plain files and folders under one top folder")
+            seen.add(path)
+            yield unzipped, member, path
+        while data := unzipped.read(CHUNK):
             if data.strip(b"\0"):
-                raise damaged(archive, "a header is damaged, or something follows the end mark")
+                raise damaged(archive, "something follows the end mark")
         if unzipped.gzip.unused_data.strip(b"\0") or file.read(CHUNK).strip(b"\0"):
             raise damaged(archive, "something follows the end mark")
     if not top:
         raise damaged(archive, "it is empty")
 
 
-def _why_refused(member: tarfile.TarInfo, first: str, path: str, top: str, total: int, seen: set[str]) -> str:
-    if member.issparse() or not (member.isfile() or member.isdir()):
-        kinds = {tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link"}
-        return kinds.get(member.type, "a device, a pipe or a sparse file")
+def _why_refused(member: tar.Member, first: str, path: str, top: str, total: int, seen: set[str]) -> str:
+    if member.kind not in (tar.FILE, tar.FOLDER):
+        return tar.OTHER.get(member.kind, "a device, a pipe or a sparse file")
     if reason := why_unsafe(f"{first}/{path}" if path else first):
         return reason
     if first != top:
         return "outside the top folder"
-    if not path and member.isfile():
+    if not path and member.kind == tar.FILE:
         return "a file as top folder"
-    if path in seen and member.isfile():
+    if path in seen and member.kind == tar.FILE:
         return "a name used twice"
     return f"over {LIMIT} bytes unpacked" if total > LIMIT else ""
 

@@ -113,10 +113,11 @@ def canonical_patches(root: Path, pins: Pins, base: BaseFiles) -> dict[Path, byt
 def diffs(patches: Iterable[Patch], files: Files) -> Iterator[tuple[Patch, bytes]]:
     """Each patch with its diff taken again on top of those before it. Raises ConflictError if one does not apply."""
     with Shadow(files) as shadow:
+        after = shadow.tree
         for patch in patches:
-            before = shadow.tree
             shadow.apply(patch)
-            yield patch, diff_trees(shadow, before, shadow.tree)
+            before, after = after, shadow.tree
+            yield patch, diff_trees(shadow, before, after)
 
 
 def diff_trees(shadow: Shadow, before: str, after: str) -> bytes:

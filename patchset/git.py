@@ -24,6 +24,7 @@ CONFIG = {
     "core.autocrlf": "false",
     "core.safecrlf": "false",
     "core.fsync": "none",  # a private, temporary repository
+    "core.compression": "0",
     "diff.noprefix": "false",
     "diff.mnemonicPrefix": "false",
     "merge.conflictStyle": "diff3",

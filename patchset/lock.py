@@ -87,12 +87,11 @@ def build_target(root: Path, upstream: Upstream, release: Release, profile: Prof
         raise ConflictError(f"the {upstream.name} overlay shadows upstream or patched files",
                             remedy="rename the overlay module; a hook in upstream's file is a patch's work",
                             rows=[Row(path, "exists upstream", "a new path") for path in shadowing])
-    with Shadow(before) as shadow:
+    with Shadow(before | overlay) as shadow:
         try:
-            offsets = {patch.slug: shadow.apply(patch) for patch in patches}
+            offsets = shadow.apply_all(patches)
         except ConflictError as error:
             raise on_release(error, upstream, release) from None
-        shadow.tree = shadow.add(overlay)
         after, tree = shadow.files(), shadow.tree
     paths = {path: Entry(_sha(before, path), _sha(after, path), tuple(by.get(path, [OVERLAY])))
              for path in sorted(set(by) | set(overlay))}

@@ -1,15 +1,17 @@
 """Apply a series in memory: a temporary bare repository with a private index. The target is not touched.
 
-Blobs of the touched files go in, `git apply --cached` runs once a patch (git has no fuzz; offsets are reported), blobs
-of the result come out. The tree id of the result names the whole outcome.
+Blobs of the touched files go in, `git apply --cached` runs (git has no fuzz; offsets are reported), blobs of the result
+come out. The tree id of the result names the whole outcome.
 """
 from __future__ import annotations
 
 import hashlib
 import re
 import shutil
+import subprocess
 import tempfile
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from .diff import unquote
@@ -18,7 +20,7 @@ from .git import GitError, Repository
 from .series import Patch
 
 OFFSET = re.compile(r"Hunk #(\d+) succeeded at (\d+) \(offset (-?\d+) lines?\)")
-CHECKING = re.compile(r"(?:Checking|Applied) patch (.+?)(?:\.\.\.| cleanly\.)$")
+CHECKING = re.compile(r"Checking patch (.+)\.\.\.$")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Offset:
 
 
 class Shadow:
-    """`with Shadow(base) as shadow: shadow.apply(patch)`. `tree` is the git tree id after the patches so far."""
+    """`with Shadow(base) as shadow: shadow.apply(patch)`. Its index holds the files after the patches so far."""
 
     def __init__(self, base: Files):
         self.base = base
@@ -60,7 +62,7 @@ class Shadow:
         try:
             self.repository = Repository.create(self.folder / "shadow.git")
             self.index = self.folder / "index"
-            self.tree = self.add(self.base)
+            self._write_index(self.index, self.base)
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
@@ -69,17 +71,17 @@ class Shadow:
     def __exit__(self, *_):
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def add(self, files: Files) -> str:
-        """Put files into the index as they are; the new tree id."""
-        return self._write_index(self.index, files)
+    @property
+    def tree(self) -> str:
+        """The git tree id of the index."""
+        return self.repository.out(["write-tree"], index=self.index)
 
-    def _write_index(self, index: Path, files: Files) -> str:
+    def _write_index(self, index: Path, files: Files) -> None:
         entries = b"".join(
             f"{file.mode} {blob}\t".encode() + path.encode("utf-8", "surrogateescape") + b"\0"
             for (path, file), blob in zip(files.items(), self.write_blobs(files), strict=True)
         )
         self.repository.run(["update-index", "--add", "-z", "--index-info"], stdin=entries, index=index)
-        return self.repository.out(["write-tree"], index=index)
 
     def write_blobs(self, files: Files) -> list[str]:
         """Store the bytes of many files with one git process; their blob ids in order."""
@@ -98,20 +100,38 @@ class Shadow:
         """The tree id of some files alone, in an index of their own."""
         index = self.folder / "other-index"
         index.unlink(missing_ok=True)
-        return self._write_index(index, files)
+        self._write_index(index, files)
+        return self.repository.out(["write-tree"], index=index)
+
+    def apply_all(self, patches: list[Patch]) -> dict[str, list[Offset]]:
+        """Apply patches in order; what apply returns for each. Raises ConflictError for the first that is refused.
+
+        One git process takes a whole run of plain patches. It takes all or none, and if none, one a patch says why.
+        """
+        found: dict[str, list[Offset]] = {}
+        for plain, group in groupby(patches, _plain):
+            run = list(group)
+            if plain and (done := self._git_apply(b"".join(p.text for p in run), allowed=(0, 1, 128))).returncode == 0:
+                said = iter(_offsets(done.stderr))
+                found |= {patch.slug: [moved for _ in patch.files for moved in next(said)] for patch in run}
+            else:
+                found |= {patch.slug: self.apply(patch) for patch in run}
+        return found
 
     def apply(self, patch: Patch) -> list[Offset]:
         """Apply one patch to the index. Raises ConflictError if it does not apply or changes nothing."""
-        before = self.tree
+        before = None if _plain(patch) else self.tree
         try:
-            done = self.repository.run(["apply", "--cached", "--verbose", "--whitespace=nowarn", "-p1", "-"],
-                                       stdin=patch.text, index=self.index)
+            done = self._git_apply(patch.text)
         except GitError as error:
             raise self._refused(patch, error.stderr) from None
-        self.tree = self.repository.out(["write-tree"], index=self.index)
-        if self.tree == before:
+        if before and self.tree == before:
             raise absorbed(patch)
-        return _offsets(done.stderr.decode("utf-8", "replace"))
+        return [offset for file in _offsets(done.stderr) for offset in file]
+
+    def _git_apply(self, text: bytes, **options) -> subprocess.CompletedProcess[bytes]:
+        return self.repository.run(["apply", "--cached", "--verbose", "--whitespace=nowarn", "-p1", "-"],
+                                   stdin=text, index=self.index, **options)
 
     def _refused(self, patch: Patch, stderr: str) -> ConflictError:
         reverse = self.repository.run(["apply", "--cached", "--check", "--reverse", "--whitespace=nowarn", "-p1", "-"],
@@ -152,12 +172,20 @@ def _split_error(line: str) -> tuple[str, str]:
     return "", ""
 
 
-def _offsets(said: str) -> list[Offset]:
-    """git's verbose output, where hunks follow the name of their file."""
+def _plain(patch: Patch) -> bool:
+    """It changes lines of files that are there before and after, so git's answer to several such patches at once is
+    that to one after another; and some file gains or loses lines, so no target is the same after it."""
+    return (all(file.hunks and not (file.created or file.deleted) for file in patch.files)
+            and any(file.added != file.removed for file in patch.files) and patch.text.endswith(b"\n"))
+
+
+def _offsets(said: bytes) -> list[list[Offset]]:
+    """The moved hunks of each file, from git's verbose output, where hunks follow the name of their file."""
     found, path = [], ""
-    for line in said.splitlines():
+    for line in said.decode("utf-8", "replace").splitlines():
         if match := CHECKING.match(line):
             path = unquote(match[1].encode())
+            found.append([])
         elif match := OFFSET.match(line):
-            found.append(Offset(path, int(match[1]), int(match[2]), int(match[3])))
+            found[-1].append(Offset(path, int(match[1]), int(match[2]), int(match[3])))
     return found

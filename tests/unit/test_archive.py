@@ -182,10 +182,7 @@ def test_a_truncated_archive_is_refused(cut, tmp_path):
 @settings(deadline=None, max_examples=150)
 @given(at=st.integers(0, 6 * 512 - 1), flip=st.integers(1, 255))
 def test_a_damaged_header_or_content_is_never_taken_silently(at, flip, tmp_path_factory):
-    """tarfile ends quietly at a bad header; reading to the end shows it.
-
-    One changed byte is an error, unless it only changes content.
-    """
+    """One changed byte is an error, unless it only changes content."""
     tmp_path = tmp_path_factory.mktemp("flip")
     good = tar_bytes(member("toy-1/a", b"a" * 600), member("toy-1/b", b"b"), member("toy-1/c", b"c"))
     bad = bytearray(good)
@@ -244,12 +241,45 @@ def test_a_bomb_is_stopped_at_the_limit(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["toy-1.tar.gz"]
 
 
-def test_a_size_that_is_no_number_is_refused(tmp_path):
+@pytest.mark.parametrize("size", [b"00000000zz9\0", b"-0000000001\0", b"+0000000001\0", b"0000000_001\0",
+                                  b"00000000008\0", b"\x80" + bytes(10) + b"\x01"])
+def test_a_size_that_is_no_octal_number_is_refused(size, tmp_path):
     header = bytearray(member("toy-1/a")[0].tobuf(tarfile.USTAR_FORMAT))
-    header[124:136] = b"00000000zz9\0"
+    header[124:136] = size
     header[148:156] = b"%06o\0 " % (sum(header[:148]) + 8 * 32 + sum(header[156:]))
     with pytest.raises(LockMismatch, match="damaged"):
         archive.read_files(pack_raw(tmp_path / "toy-1.tar.gz", bytes(header) + bytes(1024)))
+
+
+def extended(data: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
+    """An extended header with that content, before the file toy-1/a."""
+    return tar_bytes(member("pax", data, kind=kind))[: 512 + (len(data) + 511) // 512 * 512] + \
+        tar_bytes(member("toy-1/a", b"a"))
+
+
+@pytest.mark.parametrize("data", [b"x", b"0 ", b"-1 path=toy-1/b\n", b"11 path=b\n", b"8 path=b\n", b"6 path\n",
+                                  b"9 size=-1\n", b"10 size=1e9\n", b"9" * 5000 + b" path=b\n"])
+def test_a_damaged_extended_header_is_refused(data, tmp_path):
+    with pytest.raises(LockMismatch, match="header"):
+        archive.read_files(pack_raw(tmp_path / "toy-1.tar.gz", extended(data)))
+
+
+def test_an_extended_header_names_the_next_file_alone(tmp_path):
+    tar = extended(b"16 path=toy-1/b\n")[:-1024 * 9] + tar_bytes(member("toy-1/c", b"c"))
+    assert archive.read_files(pack_raw(tmp_path / "toy-1.tar.gz", tar)) == {"b": File(b"a"), "c": File(b"c")}
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_an_extended_header_is_not_let_into_memory_whatever_its_size(kind, tmp_path):
+    with pytest.raises(LockMismatch, match="extended header of 2000000 bytes"):
+        archive.read_files(pack_raw(tmp_path / "toy-1.tar.gz", extended(bytes(2_000_000), kind)))
+
+
+def test_a_sparse_file_is_refused(tmp_path):
+    path = pack_raw(tmp_path / "toy-1.tar.gz", extended(b"22 GNU.sparse.major=1\n"))
+    with pytest.raises(DirtyTarget) as caught:
+        archive.read_files(path)
+    assert "sparse" in caught.value.rows[0].found
 
 
 def test_a_killed_unpack_is_cleaned_up_and_a_running_one_is_left_alone(sdist, tmp_path):

@@ -63,6 +63,62 @@ def test_a_change_that_is_already_there_is_absorbed_not_skipped():
         shadow.apply(patch(before, after))
 
 
+def chain(*states) -> list[Patch]:
+    return [Patch("toy", f"p{number}", Path(f"p{number}.patch"), b"", text=diff(before, after))
+            for number, (before, after) in enumerate(zip(states, states[1:], strict=False))]
+
+
+def one_by_one(shadow: Shadow, patches: list[Patch]) -> dict:
+    return {patch.slug: shadow.apply(patch) for patch in patches}
+
+
+BOTH_WAYS = [Shadow.apply_all, one_by_one]
+
+
+def test_a_series_at_once_is_the_series_one_by_one():
+    """Plain patches, some on one file and back again, a creation, a deletion, and one that keeps the line count."""
+    a = files({"toy/lines.txt": LINES, "toy/other": "1\n2\n3\n"})
+    b = edit(a, "toy/lines.txt", "line 20\n", "line 20\nmore\n")
+    c = edit(edit(b, "toy/lines.txt", "more\n", "more\nstill\n"), "toy/other", "2\n", "")
+    d = edit(c, "toy/lines.txt", "line 10\n", "line ten\n")
+    e = d | files({"toy/new": "x\n"})
+    f = {path: file for path, file in edit(e, "toy/new", "x\n", "x\ny\n").items() if path != "toy/other"}
+    g = edit(f, "toy/lines.txt", "still\n", "")
+    moved = {"toy/lines.txt": File(b"new\n" * 5 + a["toy/lines.txt"].data)}
+    found = []
+    for way in BOTH_WAYS:
+        with Shadow(a | moved) as shadow:
+            found.append((way(shadow, chain(a, b, c, d, e, f, g)), shadow.files(), shadow.tree))
+    assert found[0] == found[1]
+    offsets, after, _ = found[0]
+    assert [offsets[f"p{n}"] for n in (0, 3)] == [[Offset("toy/lines.txt", 1, 23, 5)], []]
+    assert after["toy/lines.txt"].data == b"new\n" * 5 + g["toy/lines.txt"].data and "toy/other" not in after
+
+
+@pytest.mark.parametrize("kind", ["absorbed", "does not apply"])
+def test_the_refused_patch_of_a_run_is_named_and_those_before_it_do_not_hide_it(kind):
+    a = files({"toy/lines.txt": LINES})
+    b = edit(a, "toy/lines.txt", "line 5\n", "line 5\nfirst\n")
+    c = edit(b, "toy/lines.txt", "line 20\n", "line 20\nsecond\n")
+    d = edit(c, "toy/lines.txt", "line 40\n", "")
+    base = edit(a, "toy/lines.txt", "line 20\n", "line 20\nsecond\n" if kind == "absorbed" else "other\n")
+    said = []
+    for way in BOTH_WAYS:
+        with Shadow(base) as shadow, pytest.raises(ConflictError) as caught:
+            way(shadow, chain(a, b, c, d))
+        said.append(caught.value.as_json())
+    assert said[0] == said[1] and f"toy/p1 {'is ' * (kind == 'absorbed')}{kind}" in said[0]["message"]
+
+
+def test_two_hunks_that_cancel_out_change_nothing_and_are_refused():
+    before = files({"a": "x\n" * 40})
+    text = (b"diff --git a/a b/a\n--- a/a\n+++ b/a\n@@ -1,4 +1,3 @@\n-x\n x\n x\n x\n"
+            b"@@ -30,3 +29,4 @@\n x\n x\n x\n+x\n")
+    for way in BOTH_WAYS:
+        with Shadow(before) as shadow, pytest.raises(ConflictError, match="absorbed"):
+            way(shadow, [Patch("toy", "x", Path("x.patch"), b"", text=text)])
+
+
 def test_a_missing_and_an_unwanted_file_are_named():
     before, after = one_change()
     with Shadow(files({"other": "x\n"})) as shadow, pytest.raises(ConflictError) as caught:
