@@ -51,7 +51,7 @@ def verb_apply(args, pins) -> Result:
 
 
 def verb_verify(args, pins) -> Result:
-    """Check that the target is exactly the locked tree; exit 0 only then."""
+    """Check that the target is exactly the locked tree, and an installed wheel's other files untouched."""
     return _delivery(args, pins, "verify")
 
 

@@ -54,6 +54,7 @@ ERROR = {
 }
 TARGETS = {
     "profile": "the profile asked for (status and verify: each target's own counts)",
+    "waiting[]": "status, recover: upstreams still pristine although another target is patched, as after a kill",
     "targets[].upstream": "name in patchset.toml",
     "targets[].root": "the target's folder, absolute",
     "targets[].kind": "`tree` (source) or `site` (installed)",

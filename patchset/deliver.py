@@ -284,10 +284,14 @@ def status(request: Request, target: Target) -> Outcome:
 
 
 def verify(request: Request, target: Target) -> Outcome:
-    """Like status, but anything other than exactly the locked tree is an error."""
+    """Like status, but anything other than exactly the locked tree is an error; in an installed wheel, another file of
+    the package that was changed is one too."""
     outcome = status(request, target)
     if outcome.error:
         raise outcome.error
     if outcome.done == "pristine":
         raise NeedsWork(f"{target.root} is pristine: the series is not applied", remedy="run apply.py apply")
+    if rows := plans.unlocked(outcome.plan):
+        raise DirtyTarget(f"{target.root}: unlocked change: files that no patch touches are not the wheel's", rows=rows,
+                          remedy="run apply.py revert, install the wheel again with pip, then apply.py apply")
     return outcome

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import series, state
+from . import progress, series, state
 from .errors import DirtyTarget, LockMismatch, NeedsWork, PatchsetError, Row
 from .lock import LockedTarget
 from .paths import inside
@@ -97,6 +97,25 @@ def edits(target: Target, applied: state.State) -> list[Row]:
         digest = sha256_of(inside(target.root, change.path))
         if digest != change.after and not change.path.endswith(".pyc"):
             rows.append(Row(change.path, "missing" if digest is None else "edited", "what was applied"))
+    return rows
+
+
+def unlocked(plan: Plan) -> list[Row]:
+    """Files of an installed package that the lock does not name and that are not what the wheel's RECORD says.
+
+    A source tree is not looked at: building in place writes files of the release (vllm/_version.py), and a checkout has
+    git for it.
+    """
+    target, rows = plan.target, []
+    if target.record:
+        recorded = state.record_digests((target.root / target.record).read_bytes())
+        others = [path for path in recorded
+                  if path.startswith(f"{target.upstream.package}/") and path not in plan.locked.paths]
+        with progress.bar(f"check {target.upstream.distribution}", len(others), unit="files") as advance:
+            for path in others:
+                if (digest := sha256_of(inside(target.root, path))) != recorded[path]:
+                    rows.append(Row(path, "edited" if digest else "missing", "the wheel's file"))
+                advance(1)
     return rows
 
 

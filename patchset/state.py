@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import csv
 import hashlib
 import io
@@ -63,13 +64,27 @@ def record_after(record: bytes, files: dict[str, bytes], unhashed: list[str]) ->
             path = next(csv.reader([line]))[0] if line.strip() else ""
             lines.append(_line(path, left.pop(path)) if path in left else line)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DirtyTarget(f"RECORD cannot be read ({error}), so what is installed cannot be told",
-                          remedy="install the wheel again with pip") from None
+        raise _unreadable(error) from None
     if lines and not lines[-1].endswith("\n"):
         lines[-1] += "\n"
     lines += [_line(path, data) for path, data in sorted(left.items())]
     lines += [_line(path, None) for path in unhashed]
     return "".join(lines).encode("utf-8")
+
+
+def record_digests(record: bytes) -> dict[str, str]:
+    """The sha256 in hex of every path for which RECORD has one."""
+    try:
+        rows = [row for row in csv.reader(io.StringIO(record.decode("utf-8"))) if len(row) == 3]
+        return {path: base64.urlsafe_b64decode(digest.removeprefix("sha256=") + "=").hex()
+                for path, digest, _ in rows if digest.startswith("sha256=")}
+    except (UnicodeDecodeError, csv.Error, binascii.Error) as error:
+        raise _unreadable(error) from None
+
+
+def _unreadable(error: Exception) -> DirtyTarget:
+    return DirtyTarget(f"RECORD cannot be read ({error}), so what is installed cannot be told",
+                       remedy="install the wheel again with pip")
 
 
 def _line(path: str, data: bytes | None) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from . import deliver, git, preview, target
+from . import deliver, git, preview, state, target
 from .deliver import Outcome, Request
 from .errors import UsageError
 from .pins import Pins, Upstream
@@ -36,7 +36,24 @@ def run(root: Path, pins: Pins, verb: str, args) -> Result:
     outcomes = [_act(request, verb, one) for one in targets]
     code = max((_code(outcome, verb) for outcome in outcomes), default=0)
     lines = [line for outcome in outcomes for line in _lines(outcome, verb, root)]
-    return Result({"profile": profile.name, "targets": [_json(outcome) for outcome in outcomes]}, lines, code)
+    data = {"profile": profile.name, "targets": [_json(outcome) for outcome in outcomes]}
+    if verb in ("status", "recover") and (waiting := _waiting(outcomes)):
+        data["waiting"] = waiting
+        lines.append(f"{' and '.join(waiting)} still waits: not patched, though what it works with is. apply.py apply"
+                     f"{_where(args)} finishes the job, apply.py revert{_where(args)} takes all of it back")
+    return Result(data, lines, code)
+
+
+def _waiting(outcomes: list[Outcome]) -> list[str]:
+    """The upstreams that an apply or revert killed between two targets left pristine: each target is atomic alone."""
+    patched = [(one.target.root / one.target.state / state.NAME).exists() for one in outcomes]
+    return [one.target.upstream.name for one, done in zip(outcomes, patched, strict=True)
+            if any(patched) and not (done or one.error or one.done == "applied")]
+
+
+def _where(args) -> str:
+    """The options that name the same targets again."""
+    return f" --site {args.site}" if args.site else f" --installed {args.installed}" if args.installed else ""
 
 
 def _find(request: Request, names: list[str], verb: str, args) -> list[Target]:

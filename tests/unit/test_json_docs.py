@@ -12,9 +12,10 @@ SPEC = importlib.util.spec_from_file_location("make_json", ROOT / "docs" / "make
 make_json = sys.modules["make_json"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(make_json)
 
-# Fields that no scene reaches: a clone needs a repository to clone, and no scene installs or settles a rebase.
+# Fields that no scene reaches: a clone needs a repository to clone, no scene installs or settles a rebase, and the toy
+# upstream is alone.
 UNREACHED = {name for name in make_json.FIELDS["fetch"] if name.startswith("clone.")}
-UNREACHED |= {"patches[].notes[]", "patches[].names[]", "overlay[]", "renamed.<path>.to",
+UNREACHED |= {"waiting[]", "patches[].notes[]", "patches[].names[]", "overlay[]", "renamed.<path>.to",
               "renamed.<path>.similarity", "patches[].sentinel[].where[]"}
 
 

@@ -55,6 +55,21 @@ def half_apply(tree, checkout) -> tuple[list[str], list[str]]:
     return half, ["half applied"]
 
 
+def test_a_change_of_a_file_that_no_patch_touches_is_found_in_an_installed_wheel(site, checkout):
+    """By the wheel's own RECORD; status looks at the locked paths alone."""
+    said = checkout.run("apply", "--site", site)
+    locked = {path for one in said["targets"] for path in one["paths"]}
+    assert checkout.run("verify", "--site", site)["exit"] == 0
+    edited, lost = [path for path in ("vllm/sampling_params.py", "vllm/logprobs.py") if path not in locked]
+    replace(site / edited, (site / edited).read_bytes() + b"# mine\n")
+    (site / lost).unlink()
+    error = checkout.refused("verify", "--site", site, code=4)
+    assert "unlocked change" in error["message"] and "pip" in error["remedy"]
+    assert sorted((row["path"], row["found"]) for row in error["paths"]) == [(lost, "missing"), (edited, "edited")]
+    assert checkout.run("status", "--site", site)["exit"] == 0
+    assert checkout.run("verify", "--site", site, "--upstream", "megatron")["exit"] == 0
+
+
 def apply_by_an_older_lock(tree, checkout) -> tuple[list[str], list[str]]:
     """The last patch of the series is left out of a second checkout, which has its own lock."""
     older = Checkout(tree.with_name("older"))

@@ -112,6 +112,22 @@ def test_apply_revert_apply_on_the_installed_wheels(site, checkout):
     assert_same(locked, snapshot(site), "applied again")
 
 
+def test_status_and_recover_name_the_engine_that_still_waits(site, checkout):
+    """What a kill between the two leaves: each is atomic, the pair is not."""
+    checkout.run("apply", "--site", site, "--upstream", "vllm")
+    for verb, code in (("recover", 0), ("status", 1)):
+        assert checkout.run(verb, "--site", site, code=code)["waiting"] == ["megatron"]
+    done = subprocess.run(checkout.command("status", "--site", site)[:-1], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1].startswith("megatron still waits")
+    assert f"apply.py apply --site {site} finishes" in done.stdout
+    assert [one["done"] for one in checkout.run("apply", "--site", site)["targets"]] == ["unchanged", "applied"]
+    checkout.run("revert", "--site", site, "--upstream", "vllm")
+    assert checkout.run("recover", "--site", site)["waiting"] == ["vllm"]
+    checkout.run("revert", "--site", site)
+    for verb, code in (("recover", 0), ("status", 1)):
+        assert "waiting" not in checkout.run(verb, "--site", site, code=code), "both are pristine: nothing waits"
+
+
 VERBS = ["plan", "apply", "verify", "status", "recover", "revert"]
 
 
