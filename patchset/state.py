@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import csv
 import hashlib
 import io
@@ -78,7 +77,7 @@ def record_digests(record: bytes) -> dict[str, str]:
         rows = [row for row in csv.reader(io.StringIO(record.decode("utf-8"))) if len(row) == 3]
         return {path: base64.urlsafe_b64decode(digest.removeprefix("sha256=") + "=").hex()
                 for path, digest, _ in rows if digest.startswith("sha256=")}
-    except (UnicodeDecodeError, csv.Error, binascii.Error) as error:
+    except (ValueError, csv.Error) as error:
         raise _unreadable(error) from None
 
 
