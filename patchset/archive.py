@@ -17,7 +17,7 @@ from .paths import why_unsafe
 from .shadow import File, Files
 
 LIMIT = 2 << 30  # bytes of all files; vLLM 0.33.0 has 0.15 GB
-CHUNK = 1 << 20
+CHUNK = 1 << 17
 
 
 def read_files(archive: Path, wanted: Collection[str] | None = None) -> Files:
