@@ -2,7 +2,7 @@
 
 The bounds are those of the promise. On two busy cores apply took 1.7 to 2.1 times `tar x` + `git apply`, 2.7 to 5.5 s,
 and 27 MiB; a plan with nothing there, the longest, 1.0 to 1.5 s of CPU. Other work on the machine can only slow a run
-down, so the best of three rounds counts, and a failure is measured twice more. CPU seconds hardly depend on it.
+down, so the best of three rounds counts, and a failure is measured twice more. CPU seconds depend less on it.
 """
 from __future__ import annotations
 
