@@ -1,10 +1,9 @@
-"""What the aligned trainer costs: Nemotron-H forward, and forward + backward, against the same model in ordinary BF16.
+"""Where the aligned trainer's time goes: forward, and forward + backward, operator by operator with --profile.
 
     VLLM_BATCH_INVARIANT=1 python tests/gpu/bench_trainer.py [--model deepseek-v4] [--out FILE] [--profile]
 
-`ordinary` is the tiny recipe's model over the same parameters with PyTorch's own operators and autograd: cuBLAS, fused
-scaled_dot_product_attention, F.rms_norm, and the same chunked scan. Megatron's ordinary path for this model needs
-TransformerEngine and mamba_ssm, which are not here; where it fuses more than PyTorch does, the ratio flatters.
+Nemotron-H stands beside the same model in ordinary BF16 (prove/ordinary_nemotron_h.py); `prove cost` makes a record of
+that, with optimizers, and for DeepSeek-V4 too.
 Times are medians of synchronised runs in milliseconds, memory the peak above the weights. --profile lists the operators
 and the kernels of the aligned backward, and how much of the time is no kernel's.
 
@@ -20,13 +19,13 @@ import time
 import types
 
 import torch
-import torch.nn.functional as F
-from megatron.zero_mismatch import kernels, mamba2
+from megatron.zero_mismatch import kernels
 from megatron.zero_mismatch.models.nemotron_h import NemotronH, Shape
 from megatron.zero_mismatch.packing import Packed
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit")]
+from prove.ordinary_nemotron_h import Ordinary  # noqa: E402
 from prove.scripts import load  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "nemotron-3.5-lightning"
@@ -34,60 +33,6 @@ DEEPSEEK = ROOT / "recipes" / "deepseek-v4" / "tiny-train" / "config.json"
 BATCHES = {"nemotron": ((512,) * 16, (128,) * 32, (4096,)),
            "deepseek-v4": ((664, 577, 321), (664, 577, 575, 448, 364, 321, 319, 264, 193, 192, 128, 51))}
 RUNS = 5
-
-
-class Ordinary(NemotronH):
-    """The same parameters; every operator PyTorch's."""
-
-    def forward(self, tokens, packed):
-        hidden = self.hidden(tokens, packed)
-        predicted = packed.positions[1:] > 0
-        z = F.linear(hidden[:-1][predicted], self.lm_head.weight).float()
-        return torch.log_softmax(z, -1).gather(1, tokens[1:][predicted][:, None])[:, 0]
-
-    def hidden(self, tokens, packed):
-        h = F.embedding(tokens, self.model.embed_tokens.weight)
-        for layer, kind in zip(self.model.layers, self.shape.pattern, strict=True):
-            x = F.rms_norm(h, h.shape[-1:], layer.norm.weight, self.shape.eps)
-            h = h + {"M": self._mamba, "*": self._attention, "-": self._mlp, "E": self._moe}[kind](layer.mixer, x,
-                                                                                                   packed)
-        return F.rms_norm(h, h.shape[-1:], self.model.norm_f.weight, self.shape.eps)
-
-    def _mlp(self, mixer, x, packed):
-        return F.linear(F.relu(F.linear(x, mixer.up_proj.weight)).square(), mixer.down_proj.weight)
-
-    def _attention(self, mixer, x, packed):
-        qkv = F.linear(x, mixer.qkv_proj.weight).split(mixer.widths, -1)
-        q, k, v = (t.unflatten(-1, (-1, self.shape.head_dim)).transpose(0, 1)[None] for t in qkv)
-        outs = [F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True,
-                                               enable_gqa=True) for a, b in packed.bounds]
-        return F.linear(torch.cat(outs, 2)[0].transpose(0, 1).flatten(1), mixer.o_proj.weight)
-
-    def _moe(self, mixer, x, packed):
-        scores = torch.sigmoid(F.linear(x.float(), mixer.gate.weight))
-        ids = torch.topk(scores + mixer.gate.e_score_correction_bias, self.shape.top_k, -1).indices
-        weights = scores.gather(1, ids)
-        weights = (weights / weights.sum(-1, keepdim=True) * self.shape.scaling).to(x.dtype).flatten()
-        flat = ids.flatten()
-        order = flat.argsort()
-        out = torch.zeros_like(x)
-        for e, own in enumerate(order.split(flat.bincount(minlength=self.shape.experts).tolist())):
-            token = own // self.shape.top_k
-            up = F.relu(F.linear(x[token], mixer.experts["w13_weight"][e])).square()
-            out = out.index_add(0, token, F.linear(up, mixer.experts["w2_weight"][e]) * weights[own][:, None])
-        return out + self._mlp(mixer.shared_experts, x, packed)
-
-    def _mamba(self, mixer, x, packed):
-        m = self.shape.mamba
-        gate, xbc, dt = F.linear(x, mixer.in_proj.weight).split([m.x_width, mixer.conv_width, m.heads], -1)
-        taps = self.shape.conv - 1
-        parts = [F.conv1d(xbc[a:b].T[None], mixer.conv1d.weight, mixer.conv1d.bias, padding=taps,
-                          groups=mixer.conv_width)[0, :, :b - a] for a, b in packed.bounds]
-        xbc = F.silu(torch.cat(parts, 1).T)
-        y = mamba2.reference(xbc, dt, -mixer.A_log.exp(), mixer.D, mixer.dt_bias, packed, m)
-        y = (y * F.silu(gate)).unflatten(-1, (m.groups, -1))
-        y = F.rms_norm(y, y.shape[-1:], None, self.shape.eps).flatten(1) * mixer.norm.weight
-        return F.linear(y, mixer.out_proj.weight)
 
 
 def model(kind, recompute=False):

@@ -24,25 +24,25 @@ class Backend(cost_backend.Backend):
         super().__init__(**start)
         self.config = CONFIGS[os.environ["FAMILY"]]
 
-    def _fill(self, model):
-        if os.environ["FAMILY"] == "nemotron_h":
-            return super()._fill(model)
-        return tiny_deepseek_v4.fill(model, ("_expert_table", tiny_deepseek_v4._expert_table))
-
     def info(self):
         return {"versions": {"vllm": "fake"}, "gpu": "none", "vllm_path": os.environ["FAKE_SITE"] + "/vllm",
                 "start_seconds": self.start_seconds}
 
-    def _profiled(self, arm, batch):
-        return {"kernels_ms": 0.0, "launches": 0, "longest": []}
+    def _invariant(self):
+        assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
 
     def _transport(self):
         return "gloo"
 
-    def _actor(self, kind):
-        made = super()._actor(kind)
-        if os.environ.get("FAULT") == "another model" and kind == "ordinary":
+    def _profiled(self, batch):
+        return {"kernels_ms": 0.0, "launches": 0, "longest": []}
+
+    def _fill(self, model):
+        if os.environ["FAMILY"] == "nemotron_h":
+            model = super()._fill(model)
+        else:
+            tiny_deepseek_v4.fill(model, ("_expert_table", tiny_deepseek_v4._expert_table))
+        if os.environ.get("FAULT") == "another model" and self.kind == "ordinary":
             with torch.no_grad():
-                made.model.lm_head.weight.neg_()
-            made.guard.advance()
-        return made
+                model.lm_head.weight.neg_()
+        return model

@@ -38,7 +38,7 @@ class Sleeper:
     def wake(self) -> dict:
         if self.level == 2 or self.fault == "level 1":
             for tensor in self.weights.values():
-                tensor.data.fill_(float("nan"))
+                tensor.data.fill_(float("nan") if tensor.is_floating_point() else 0)
         return {"wake_seconds": 0.0}
 
 

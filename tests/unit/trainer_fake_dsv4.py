@@ -24,6 +24,7 @@ class Backend(trainer_backend.Backend):
         self.placed = cuda_on_cpu()
         self.placed.__enter__()  # for the life of the process
         self.config, self.fault, self.actor, self.derived = CONFIG, flags.get("fault"), None, 0
+        self.scheduler = types.SimpleNamespace(block_size=64)
         kernels_dsv4.from_vllm = kernels_dsv4.reference
         self.engine = engine_model()
         self.held = {name: torch.nn.Parameter(t.clone(), requires_grad=False) for name, t in self.engine.exported()}
@@ -35,6 +36,8 @@ class Backend(trainer_backend.Backend):
             named_parameters=self.held.items, model=self.engine.model, process_weights_after_loading=self._derive))
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+
+    _sleeper, _vocabulary = trainer_fake.Backend._sleeper, trainer_fake.Backend._vocabulary
 
     def _derive(self):
         self.derived += 1
@@ -52,7 +55,9 @@ class Backend(trainer_backend.Backend):
                 tokens = torch.cat([tokens, torch.multinomial(z.float().softmax(-1), 1, generator=generator)])
             words = self.engine(*pack_sequences([tokens])).numpy()[-request["max_tokens"]:].view(np.uint32).copy()
             answers[request["id"]] = {"tokens": pack(tokens[-request["max_tokens"]:].numpy()), "words": pack(words)}
-        return {"answers": answers, "seconds": 0.0, "modes": {"derived": self.derived}}
+            if request.get("vocabulary"):
+                answers[request["id"]]["vocabulary"] = self._vocabulary(tokens, request["max_tokens"])
+        return {"answers": answers, "seconds": 0.0, "modes": {"derived": self.derived, "FULL": 1}}
 
 
 def engine_model():

@@ -39,7 +39,7 @@ def test_every_arm_of_every_batch_is_measured_and_both_models_are_one(run):
     assert all(row["forward_ms"] > 0 and row["both_ms"] > row["forward_ms"] / 2 for row in data["rows"])
     assert data["rows"][0]["both_ratio"] == 1.0 and data["rows"][2]["both_ratio"] > 0
     assert data["complete"] is False, "a fake engine is not the locked tree"
-    assert max(data["distance"]) < 0.1 and set(data["optimizer_ms"]) == {"ordinary", "aligned"}
+    assert max(data["distance"]) < 0.1 and set(data["optimizer_ms"]) == set(cost.KINDS)
     assert "requantisation" not in data, "nothing is quantised in this model"
 
 

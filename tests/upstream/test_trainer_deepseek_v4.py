@@ -25,11 +25,11 @@ def run(megatron_tree, tmp_path, monkeypatch):
     shutil.copytree(ROOT / "overlays" / "vllm" / "vllm" / "zero_mismatch", overlay / "vllm" / "zero_mismatch")
     path = os.pathsep.join(map(str, (megatron_tree, overlay, ROOT / "tests" / "unit")))
 
-    def call(fault=None, updates=2, command=train.train):
+    def call(fault=None, updates=2, command=train.train, **more):
         made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": str(tmp_path), "vocab": 64},
                                                       "engine": {"fault": fault}})
         settings = {} if command is grad.grad else {"updates": updates, "groups": 3, "answers": 2, "tokens": 4,
-                                                    "lr": 1e-2, "restore_after": updates // 2}
+                                                    "lr": 1e-2, "restore_after": updates // 2, **more}
         return command(made, ui.UI(json_only=True), **settings, out=tmp_path, logs=tmp_path / "logs", budget=900.0,
                        backend=FAKE, env={"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path,
                                           "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
@@ -45,6 +45,14 @@ def test_fp8_rollout_and_bf16_masters_agree_before_every_update_and_after_restor
     assert data["rows"][2]["same"]
     derived = [row["modes"]["derived"] for row in data["rows"]]
     assert derived == [1, 2, 1], "the engine derives what it keeps besides its parameters at every sync"
+
+
+def test_codes_and_scales_dropped_in_a_sleep_come_back_with_the_sync_and_every_token_agrees(run):
+    data = run(sleep=2, whole_vocab=3)
+    assert [row["case"] for row in data["rows"]] == ["update 1", "update 2", "restored"]
+    for row in data["rows"]:
+        assert row["scored"]["equal"] and row["trained"]["equal"] and row["sleep"]["refused"]
+        assert row["whole_vocab"] == {"positions": 12, "words": 12 * 64, "differing_words": 0, "nan": 0}
 
 
 def test_scales_that_stay_behind_are_a_difference(run):
