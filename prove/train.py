@@ -126,7 +126,7 @@ def train(recipe: Recipe, ui: UI, *, updates: int, groups: int, answers: int, to
     if restore_after >= updates:
         raise ValueError(f"--restore-after {restore_after} needs more than {updates} updates: what is restored is "
                          "compared at the next one; 0 leaves it out")
-    kept = record.Record("train", recipe.subject, {
+    kept = record.Record("train", recipe.subject + (f"-asleep-{sleep}" if sleep else ""), {
         "updates": updates, "groups": groups, "answers": answers, "tokens": tokens, "lr": lr,
         "restore_after": restore_after, "learns": updates >= LEARNS, "sleep": sleep, "whole_vocab": whole_vocab,
         "response_tokens": groups * answers * tokens, "micro": MICRO, "share": SHARE}, out)

@@ -67,6 +67,7 @@ def test_an_engine_that_slept_through_every_update_agrees_and_refuses_a_rollout_
         assert row["scored"]["equal"] and row["trained"]["equal"]
         assert row["sleep"]["level"] == level and row["sleep"]["refused"]
     assert data["engines"]["first"]["flags"]["enable_sleep_mode"]
+    assert data["subject"] == f"fake-asleep-{level}", "a record of its own, beside the one without sleep"
 
 
 def test_weights_lost_in_a_sleep_that_keeps_them_stop_the_run(run):
