@@ -271,7 +271,7 @@ def vocabulary_words(logprobs, size: int) -> np.ndarray:
     """uint32 [positions, size]: every token's logprob, at its id. vLLM lists the sampled token, then all by rank. A
     token that is not listed has the word of a NaN. An array, for this process alone: a step's are too many for a pipe.
     """
-    found = np.full((len(logprobs), size), np.float32(np.nan).view(np.uint32))
+    found = np.full((len(logprobs.start_indices), size), np.float32(np.nan).view(np.uint32))
     for row, (start, end) in enumerate(zip(logprobs.start_indices, logprobs.end_indices, strict=True)):
         found[row, logprobs.token_ids[start:end]] = words(logprobs.logprobs[start:end])
     return found

@@ -125,3 +125,13 @@ def test_a_script_that_writes_is_given_the_sizes_and_an_empty_folder(tmp_path):
     writes = types.SimpleNamespace(write=lambda source, folder: seen.append((source, folder)))
     assert vllm_backend._small_model(writes, "sizes", str(tmp_path)) == str(tmp_path)
     assert seen == [("sizes", str(tmp_path))]
+
+
+def test_every_tokens_logprob_stands_at_its_id_and_one_that_is_not_listed_is_a_nan():
+    """Two positions of a vocabulary of three, the sampled token twice, as vLLM lists them."""
+    listed = types.SimpleNamespace(token_ids=[2, 0, 1, 2, 1, 0], logprobs=[-3.0, -0.5, -1.0, -3.0, -0.0, -2.0],
+                                   start_indices=[0, 4], end_indices=[4, 6])
+    found = vllm_backend.vocabulary_words(listed, 3)
+    assert found[0].view(np.float32).tolist() == [-0.5, -1.0, -3.0]
+    assert found[1, :2].view(np.float32).tolist() == [-2.0, 0.0] and found[1, 1] == 1 << 31, "a negative zero stays one"
+    assert np.isnan(found[1].view(np.float32)[2])
