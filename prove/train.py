@@ -50,7 +50,7 @@ class Trainer:
     """One process: an engine and an actor. `call` has the run's deadline. `whole`: answers of a step whose whole
     vocabulary is compared."""
 
-    def __init__(self, engine: Engine, deadline: float, whole: int):
+    def __init__(self, engine: Engine, deadline: float, whole: int = 0):
         self.engine, self.deadline, self.whole = engine, deadline, whole
 
     def call(self, op: str, **arguments):
