@@ -86,6 +86,28 @@ def test_a_restore_that_no_update_follows_is_refused(tmp_path):
                     logs=tmp_path, budget=1.0, env={})
 
 
+def test_more_answers_than_a_step_has_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="--whole-vocab 5: a step has 4 answers"):
+        train.train(None, None, updates=2, groups=2, answers=2, tokens=1, lr=0.1, restore_after=1, out=tmp_path,
+                    logs=tmp_path, budget=1.0, env={}, whole_vocab=5)
+
+
+@pytest.mark.parametrize("change", [
+    {"sleep": {"refused": False}},                 # a rollout could have started on weights that are not there
+    {"modes": {"NONE": 64}},                       # no graph was replayed after the wake
+    {"whole_vocab": {"positions": 7, "differing_words": 0, "nan": 0}},
+    {"whole_vocab": {"positions": 8, "differing_words": 1, "nan": 0}},
+    {"whole_vocab": {"positions": 8, "differing_words": 0, "nan": 1}},
+    {"trained": {"equal": False}},
+    {"same": False},
+])
+def test_a_row_holds_by_everything_that_was_asked(change):
+    row = {"scored": {"equal": True}, "trained": {"equal": True}, "sleep": {"refused": True}, "modes": {"FULL": 64},
+           "whole_vocab": {"positions": 8, "differing_words": 0, "nan": 0}}
+    assert train.held(row, sleep=2, positions=8)
+    assert not train.held(row | change, sleep=2, positions=8)
+
+
 def test_a_gradient_over_its_bound_or_not_a_number_exceeds():
     rows = [{"error": 0.03, "usual_error": 0.02}, {"error": 0.05, "usual_error": 0.02},
             {"error": float("nan"), "usual_error": 0.02}, {"error": 2.0**-6, "usual_error": 0.0}]
