@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
                      help="stop after this one and resume from the files (default 60)")
     one.add_argument("--synchronous", type=int, default=15, metavar="UPDATES",
                      help="synchronous steps to time against (default 15)")
-    one.add_argument("--groups", type=int, default=8, help="prompts an update (default 8)")
+    one.add_argument("--groups", type=int, default=12, help="prompts an update (default 12)")
     one.add_argument("--answers", type=int, default=4, help="answers sampled for each prompt (default 4)")
     one.add_argument("--out-tokens", type=int, default=64, help="tokens of an answer (default 64)")
     one.add_argument("--lr", type=float, default=2e-5, help="AdamW's learning rate (default 2e-5)")
