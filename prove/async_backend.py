@@ -219,6 +219,9 @@ class Asynchronous:
         if (name := self.config["architectures"][0]) != "NemotronHForCausalLM":
             raise ValueError(f"no asynchronous loop for {name}: its engine derives weights after a sync, which the "
                              "rollout workers do not do yet; there is one for NemotronHForCausalLM")
+        if self.config.get("quantization_config"):
+            raise ValueError("no asynchronous loop for a quantised Nemotron-H: its scales are no parameters, and a "
+                             "worker's sync writes parameters only; there is one for its BF16 model (--tiny)")
         work = Work(**work)
         make = MakeRollout(self.worker, self.start, work, self.info()["vllm_path"])
         with _training():
