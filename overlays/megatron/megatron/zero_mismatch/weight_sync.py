@@ -157,10 +157,9 @@ class WeightReceiver:
         if level not in (1, 2):
             raise ValueError(f"found sleep level {level}, expected 1 (weights kept on the host) or 2 (dropped)")
         self._asleep, self._incoming = level, None
-        if level == 2:
+        if level == 2 and self._receipt is not None:
             self._receipt = None
-            if self._last_version is not None:
-                self._last_version -= 1  # what was dropped may come again, nothing older
+            self._last_version -= 1  # what was dropped may come again, nothing older
 
     def awake(self) -> None:
         """After the engine woke. Where the weights were kept, raises unless every bit and address is that of before."""
