@@ -105,6 +105,8 @@ def test_the_whole_vocabulary_has_the_bits_of_each_token_that_is_there(invariant
         one = made(tokens, packed)
     places = (packed.positions > 0).nonzero()[:, 0]
     every = made.vocabulary(tokens, packed, places)
+    with pytest.raises(ValueError, match="nothing predicts it"):  # the row before is another sequence's
+        made.vocabulary(tokens, packed, places - 1)
     assert same(every.gather(1, tokens[places, None])[:, 0], one[places])
     assert every.shape == (len(places), made.shape.vocab) and every.dtype == torch.float32
     torch.testing.assert_close(every.double().exp().sum(1), torch.ones(len(places), dtype=torch.float64), rtol=1e-5,

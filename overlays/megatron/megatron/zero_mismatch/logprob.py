@@ -78,6 +78,8 @@ def of_vocabulary(linear, kernel, states, weight, tokens, packed: Packed, places
     if packed.ranks.size != 1:
         raise ValueError(f"of_vocabulary: found {packed.ranks.size} context-parallel ranks, expected 1: it reads the "
                          "states of rows that another rank has; compare on one")
+    if bool((packed.positions[places] == 0).any()):
+        raise ValueError("of_vocabulary: found the first place of a sequence, expected later ones: nothing predicts it")
     before = states(tokens, packed)[places - 1]
     every = torch.arange(weight.shape[0], device=tokens.device)
     return torch.cat([kernel(linear(h, weight), every.expand(len(h), -1)) for h in before.split(BLOCK)])
