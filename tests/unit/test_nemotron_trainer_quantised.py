@@ -7,7 +7,7 @@ import torch
 from megatron.zero_mismatch import kernels, linear_fp8_static, quant_nvfp4
 from megatron.zero_mismatch.linear_fp8 import OperandCache
 from megatron.zero_mismatch.models import nemotron_h_weights
-from megatron.zero_mismatch.models.nemotron_h import Shape
+from megatron.zero_mismatch.models.nemotron_h import NemotronH, Shape
 from megatron.zero_mismatch.packing import pack
 from megatron.zero_mismatch.version_guard import WeightGuard, WeightsChanged
 from megatron.zero_mismatch.weight_sync import Manifest, WeightReceiver
@@ -48,12 +48,21 @@ def test_formats_are_those_of_the_checkpoint_by_the_engines_modules():
     ({"quant_algo": "NVFP4"}, "expected modelopt MIXED_PRECISION"),
     ({"quantized_layers": {"backbone.layers.0.mixer.in_proj": {"quant_algo": "MXFP8"}}}, "in_proj in MXFP8"),
     ({"quantized_layers": {"backbone.layers.1.mixer.experts.0.up_proj": {"quant_algo": "FP8"}}}, "experts in FP8"),
+    ({"quantized_layers": {"lm_head": {"quant_algo": "FP8"}}}, "lm_head in FP8"),
+    ({"quantized_layers": {"backbone.layers.1.mixer.gate": {"quant_algo": "FP8"}}}, "gate in FP8"),
     ({"kv_cache_scheme": {"type": "float", "num_bits": 4, "dynamic": False}}, "kv_cache_scheme"),
 ])
 def test_formats_that_are_not_written_are_refused(change, said):
     config = tiny.CONFIG | {"quantization_config": tiny.CONFIG["quantization_config"] | change}
     with pytest.raises(ValueError, match=said):
         Shape.from_hf(config)
+
+
+def test_a_quantised_module_that_the_model_lacks_is_named():
+    layers = {"backbone.layers.99.mixer.in_proj": {"quant_algo": "FP8"}}
+    config = tiny.CONFIG | {"quantization_config": tiny.CONFIG["quantization_config"] | {"quantized_layers": layers}}
+    with pytest.raises(ValueError, match="layers.99.mixer.in_proj, expected a module of these 7 layers"):
+        NemotronH(Shape.from_hf(config), kernels.reference())
 
 
 def test_masters_start_from_the_values_that_the_engine_holds(weights):

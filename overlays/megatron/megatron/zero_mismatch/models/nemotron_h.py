@@ -85,6 +85,7 @@ class Shape:
 
 
 _ALGORITHMS = {"FP8": "FP8", "W4A16_NVFP4": "NVFP4"}
+_FP8 = ("in_proj", "out_proj", "qkv_proj", "o_proj", "up_proj", "down_proj")  # what Run.linear multiplies
 _MODULES = ((r"^backbone\.", "model."), (r"\.[qkv]_proj$", ".qkv_proj"), (r"\.experts\.\d+\..*$", ".experts"))
 
 
@@ -99,10 +100,12 @@ def _formats(quantisation: dict) -> dict[str, str]:
         algorithm = _ALGORITHMS.get(layer["quant_algo"])
         for pattern, ours in _MODULES:
             name = re.sub(pattern, ours, name)
-        wanted = "NVFP4" if name.endswith(".experts") else "FP8"
-        if algorithm != wanted or found.setdefault(name, wanted) != wanted:
+        leaf = name.rpartition(".")[2]
+        wanted = "NVFP4" if leaf == "experts" else "FP8" if leaf in _FP8 else "BF16"
+        if algorithm != wanted:
             raise ValueError(f"Nemotron-H trainer: found {name} in {layer['quant_algo']}, expected W4A16_NVFP4 for "
-                             "experts and FP8 for every other projection; other formats are not written")
+                             f"experts, FP8 for {', '.join(_FP8)} and BF16 for the rest; other formats are not written")
+        found[name] = wanted
     return found
 
 
@@ -292,8 +295,11 @@ class NemotronH(nn.Module):
         self.guard, self.cache = None, None  # see Run
         self.model = Backbone(shape, dtype)
         self.lm_head = Weight(shape.vocab, shape.hidden, dtype=dtype)
+        modules = dict(self.named_modules())
         for name, kind in shape.formats.items():
-            module = self.get_submodule(name)
+            if (module := modules.get(name)) is None:
+                raise ValueError(f"Nemotron-H trainer: found quantised weights of {name}, expected a module of these "
+                                 f"{len(shape.pattern)} layers: is quantization_config another model's?")
             if kind == "NVFP4":
                 module.nvfp4 = True
             else:
