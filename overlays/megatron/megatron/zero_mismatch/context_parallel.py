@@ -17,8 +17,8 @@ Backward: the reverse exchange. Behind `collect` each rank has a part of every r
 the order of the ranks, in fp32. A parameter's gradient on a rank is that of its rows or heads; Megatron adds them up
 over its data-and-context group. The ranks must run the same operators in the same order: an all-to-all waits for all.
 
-Cost: the dealt-out heads are an even share of the work. Behind `collect`, DeepSeek-V4's attention is too, but every rank
-pools and indexes the whole batch; and a rank sends its rows to each of the others.
+Cost: the dealt-out heads are an even share of the work. Behind `collect`, DeepSeek-V4's attention is too, but every
+rank pools and indexes the whole batch; and a rank sends its rows to each of the others.
 """
 from dataclasses import dataclass
 from functools import cached_property
