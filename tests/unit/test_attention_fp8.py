@@ -1,7 +1,7 @@
 """Attention over an FP8 cache on a CPU: plain PyTorch in the kernels' place."""
 import pytest
 import torch
-from megatron.zero_mismatch import attention
+from megatron.zero_mismatch import attention, kernels
 from megatron.zero_mismatch.attention_fp8 import EXACT, REFERENCE, Scales, attention_fp8
 from megatron.zero_mismatch.packing import Packed
 
@@ -44,6 +44,14 @@ def test_pages_hold_every_token_once_and_in_order():
     assert pages.count == 4
     assert pages.rows.tolist() == [0, 1, 2, 3, 4, 8, 12, 13, 14, 15]
     assert pages.table[:, 0].tolist() == [0, 2, 3] and pages.table[0].tolist() == [0, 1]
+
+
+def test_what_every_layer_asks_of_a_batch_is_made_once():
+    batch, same = (Packed((5, 1, 4), torch.device("cpu")) for _ in range(2))
+    assert attention.Pages.of(batch, 4) is attention.Pages.of(same, 4) is not attention.Pages.of(batch, 8)
+    assert kernels._mamba2_pieces(batch) is kernels._mamba2_pieces(same)
+    assert kernels._mamba2_pieces(batch).table[:, 3].tolist() == [5, 1, 4]
+    assert kernels._mamba2_pieces(Packed((5, 4, 1), torch.device("cpu"))).table[:, 3].tolist() == [5, 4, 1]
 
 
 def test_scales_of_several_numbers_are_refused():

@@ -8,6 +8,7 @@ prefill as in a decode step. The page size decides where a key lies, not in whic
 Backward: P is recomputed in fp32 by blocks of queries, then the usual derivative,
 dV = P^T dO, dS = P (dO V^T - rowsum(dO V^T P)), dQ = dS K, dK = dS^T Q. Gradients: q, k and v.
 """
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ class Pages(NamedTuple):
     table: torch.Tensor  # [sequences, pages of the longest] int32
 
     @classmethod
+    @lru_cache(maxsize=4)  # every layer of a batch asks, and the host waits for each copy to the device
     def of(cls, packed: Packed, page: int) -> "Pages":
         counts = [-(-length // page) for length in packed.lengths]
         first = torch.tensor([0, *counts]).cumsum(0)

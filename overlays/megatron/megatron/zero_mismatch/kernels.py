@@ -1,12 +1,14 @@
 """Which function computes each operator's values: one table for the aligned trainer, one of plain PyTorch.
 
 `from_vllm` calls the functions the rollout engine calls under VLLM_BATCH_INVARIANT, with the same layouts, and refuses
-to run without that switch: with it off the engine itself takes other kernels. vLLM is imported here and nowhere else in
-this package. `reference` is for CPU tests: same shapes and the same places of rounding, not the same bits.
+to run without that switch: with it off the engine itself takes other kernels. vLLM is imported inside functions only,
+here and beside the quantised operators. `reference` is for CPU tests: same shapes and the same places of rounding, not
+the same bits.
 """
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
@@ -124,11 +126,33 @@ def _vllm_relu2(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _vllm_conv1d(x, weight, bias, packed: Packed) -> torch.Tensor:
-    from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn
+# What every layer asks of a batch is made once for it: the host waits for each copy to the device, and would have no
+# launches in flight at any layer's begin.
+@lru_cache(maxsize=4)
+def _conv1d_programs(packed: Packed) -> SimpleNamespace:
+    """Which sequence, and which rows of it, each program of `causal_conv1d_fn` works on."""
     from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
-    programs, batch, offsets = compute_causal_conv1d_metadata(packed.starts.cpu(), device=x.device)
+    programs, batch, offsets = compute_causal_conv1d_metadata(packed.starts.cpu(), device=packed.device)
+    return SimpleNamespace(nums_dict=programs, batch_ptr=batch, token_chunk_offset_ptr=offsets)
+
+
+@lru_cache(maxsize=4)
+def _mamba2_pieces(packed: Packed):
+    """Without tails: no ring is written."""
+    from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan
+
+    def to_device(rows):
+        return torch.tensor(rows, dtype=torch.int32).to(packed.device)
+
+    pieces = mamba2_pieces.prefill([0] * len(packed.lengths), list(packed.lengths), mamba2_replay.CHUNK,
+                                   mamba2_scan.TILE, to_device)
+    return replace(pieces, tails=None)
+
+
+def _vllm_conv1d(x, weight, bias, packed: Packed) -> torch.Tensor:
+    from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn
+
     sequences, width = len(packed.lengths), weight.shape[1]
     # Slot 0 is vLLM's null block. The window a sequence leaves behind is written and not read.
     windows = x.new_zeros(sequences + 1, width - 1, x.shape[1]).transpose(1, 2)
@@ -137,26 +161,21 @@ def _vllm_conv1d(x, weight, bias, packed: Packed) -> torch.Tensor:
         has_initial_state=torch.zeros(sequences, dtype=torch.bool, device=x.device),
         cache_indices=torch.arange(1, sequences + 1, dtype=torch.int32, device=x.device),
         query_start_loc=packed.starts,
-        metadata=SimpleNamespace(nums_dict=programs, batch_ptr=batch, token_chunk_offset_ptr=offsets),
+        metadata=_conv1d_programs(packed),
     ).transpose(0, 1)  # fmt: skip
 
 
 def _vllm_mamba2(xbc, dt, a, d, dt_bias, packed: Packed, sizes: mamba2.Sizes) -> torch.Tensor:
-    from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan
-
-    def to_device(rows):
-        return torch.tensor(rows, dtype=torch.int32).to(xbc.device)
+    from vllm.zero_mismatch import mamba2_replay
 
     shape = (sizes.heads, sizes.head_dim, sizes.groups, sizes.state, mamba2_replay.CHUNK)
     x, b, c = xbc.split([sizes.x_width, sizes.bc_width, sizes.bc_width], dim=-1)
     step = mamba2_replay.Step(x, b, c, dt, a, d, dt_bias, shape)
-    pieces = mamba2_pieces.prefill([0] * len(packed.lengths), list(packed.lengths), mamba2_replay.CHUNK,
-                                   mamba2_scan.TILE, to_device)
     # Fresh sequences read nothing of their slot, and no tails are written: one slot takes every state left behind.
     cache = mamba2_replay.new_cache(2, shape, xbc.dtype, xbc.device, 0.0)
     slots = torch.ones(len(packed.lengths), dtype=torch.int32, device=xbc.device)
     out = torch.empty(xbc.shape[0], sizes.x_width, dtype=xbc.dtype, device=xbc.device)
-    mamba2_replay.prefill(step, cache, replace(pieces, tails=None), slots, out)
+    mamba2_replay.prefill(step, cache, _mamba2_pieces(packed), slots, out)
     return out
 
 
