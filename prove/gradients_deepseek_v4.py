@@ -133,7 +133,7 @@ def planted(fault: str):
     def own_group(real):
         """Rows that pool their own tokens only, in the derivative: on a CPU the values come from the same text."""
         def changed(ctx, grad):
-            with mock.patch.object(compressor, "_with_previous", lambda x, fill: torch.cat(
+            with mock.patch.object(compressor, "_with_previous", lambda x, _, fill: torch.cat(
                     [torch.full_like(x.chunk(2, -1)[0], fill), x.chunk(2, -1)[1]], 1)):
                 return real(ctx, grad)
         return staticmethod(changed)

@@ -73,7 +73,8 @@ class ValuesOnly(module._Attend):
     def backward(ctx, grad):
         got = list(module._Attend.backward(ctx, grad))
         q, rows, sink, indices, lengths = ctx.saved_tensors
-        p, _, _ = module._weights(q, rows, indices, lengths, sink, ctx.scale)
+        k, dead = module._listed(rows, indices, lengths)
+        p, _ = module._softmax(q @ k.mT * ctx.scale, dead, sink)
         got[2] = torch.zeros_like(rows).index_add(0, indices.flatten().clamp(min=0).long(), (p.mT @ grad).flatten(0, 1))
         return tuple(got)
 

@@ -91,7 +91,7 @@ class OwnGroupOnly(module._Compress):
     @staticmethod
     def backward(ctx, grad):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_with_previous", lambda x, fill: torch.cat(
+            patch.setattr(module, "_with_previous", lambda x, _, fill: torch.cat(
                 [torch.full_like(x.chunk(2, -1)[0], fill), x.chunk(2, -1)[1]], 1))
             return module._Compress.backward(ctx, grad)
 

@@ -173,6 +173,24 @@ def test_export_is_the_operand_of_the_forward_and_take_is_its_inverse():
                 assert torch.equal(tensor, engine[name]), name
 
 
+def test_export_takes_the_operands_that_a_forward_of_the_same_version_kept():
+    model = quantised()
+    model.run.guard = WeightGuard(model.named_parameters)
+    plain = {name: tensor.clone() for name, tensor in model.exported()}
+    model.run.cache = OperandCache(model.run.guard)
+    with torch.no_grad():
+        model(*batch(FP8_CONFIG, (9,)))
+    kept = {part.data_ptr() for _, _, operand in model.run.cache._kept.values() for part in operand}
+    for name, tensor in model.exported():
+        assert torch.equal(tensor.view(torch.uint8), plain[name].view(torch.uint8)), name
+        assert (tensor.data_ptr() in kept) == (name.endswith("_scale_inv") or name + "_scale_inv" in plain), name
+    with torch.no_grad():
+        model.model.layers[1].attn.wo_b.weight.neg_()
+    model.run.guard.advance()
+    changed = [name for name, tensor in model.exported() if not torch.equal(tensor, plain[name])]
+    assert changed == ["model.layers.1.attn.wo_b.weight"]
+
+
 def test_exported_names_and_dtypes_are_those_the_recipe_fills_in_the_engine():
     """recipes/deepseek-v4/tiny/weights.py has a rule for each of the engine's parameters, FP8 or not, by its name."""
     import importlib.util

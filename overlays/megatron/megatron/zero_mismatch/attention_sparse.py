@@ -57,20 +57,25 @@ def row_lists(
     return indices.int(), (top + inside).int()
 
 
-def _weights(q, rows, indices, lengths, sink, scale):
-    """(p [C, heads, W], p_sink [C, heads], listed rows [C, W, D]) of one block of queries, in the wide type."""
-    live = (torch.arange(indices.shape[1], device=q.device) < lengths[:, None]) & (indices >= 0)
-    k = wide(rows[indices.clamp(min=0).long()])
-    logits = (product(wide(q), k.mT) * scale).masked_fill(~live[:, None], float("-inf"))
+def _listed(rows, indices, lengths):
+    """(the listed rows [C, W, D] in the wide type, [C, W] whether an entry has none) of one block of queries."""
+    live = (torch.arange(indices.shape[1], device=rows.device) < lengths[:, None]) & (indices >= 0)
+    return wide(rows[indices.clamp(min=0).long()]), ~live
+
+
+def _softmax(logits, dead, sink):
+    """(p [C, heads, W], p_sink [C, heads]); logits: [C, heads, W] in the wide type."""
+    logits = logits.masked_fill(dead[:, None], float("-inf"))
     largest = torch.maximum(logits.amax(-1), wide(sink))
     e, e_sink = torch.exp(logits - largest[..., None]), torch.exp(wide(sink) - largest)
     total = e.sum(-1) + e_sink
-    return e / total[..., None], e_sink / total, k
+    return e / total[..., None], e_sink / total
 
 
 def reference(q, rows, indices, lengths, sink, scale: float) -> torch.Tensor:
     """Plain PyTorch, in the wide type, rounded once."""
-    p, _, k = _weights(q, rows, indices, lengths, sink, scale)
+    k, dead = _listed(rows, indices, lengths)
+    p, _ = _softmax(product(wide(q), k.mT) * scale, dead, sink)
     return (p @ k).to(q.dtype)
 
 
@@ -104,13 +109,14 @@ class _Attend(torch.autograd.Function):
         dsink = torch.zeros_like(wide(sink))
         for start in range(0, len(q), block):
             part = slice(start, start + block)
-            p, p_sink, k = _weights(q[part], rows, indices[part], lengths[part], sink, ctx.scale)
-            g = wide(grad[part])
-            dp = product(g, k.mT)
+            k, dead = _listed(rows, indices[part], lengths[part])
+            both = wide(torch.cat([q[part], grad[part]], 1))  # each product is made for q and dout at once
+            logits, dp = product(both, k.mT).chunk(2, 1)
+            p, p_sink = _softmax(logits * ctx.scale, dead, sink)
             along = (p * dp).sum(-1)  # dout . out
-            dl = p * (dp - along[..., None])
-            dq[part] = (product(dl, k) * ctx.scale).to(q.dtype)
-            dk = product(dl.mT, wide(q[part])) * ctx.scale + product(p.mT, g)
+            dl = p * (dp - along[..., None]) * ctx.scale
+            dq[part] = product(dl, k).to(q.dtype)
+            dk = product(torch.cat([dl, p], 1).mT, both)
             listed = indices[part].flatten().long()
             # An entry without a row has p = 0, hence dk = 0; spread over all rows, for adds to one row wait in line.
             anywhere = torch.arange(len(listed), device=q.device) % len(rows)

@@ -31,28 +31,27 @@ STATE_PAGE = {4: 4, 128: 8}  # tokens of a page of states; the C128 kernel is wr
 
 def pooled(kv_score, ape, weight, packed: Packed, cos_sin, ratio: int, eps: float) -> torch.Tensor:
     """The formula: [rows, D] in the wide type, turned, not rounded and not quantised."""
-    rows, overlap = [], ratio == 4
-    for begin, end in packed.bounds:
-        groups = (end - begin) // ratio
-        if not groups:
-            continue
-        part = wide(kv_score[begin : begin + groups * ratio]).unflatten(0, (groups, ratio))
-        kv, score = part.chunk(2, -1)
-        score = score + wide(ape)
-        if overlap:
-            kv, score = (_with_previous(t, fill) for t, fill in ((kv, 0.0), (score, float("-inf"))))
-        e = torch.exp(score - score.detach().amax(1, keepdim=True))
-        rows.append((e * kv).sum(1) / e.sum(1))
-    row = torch.cat(rows)
+    starts = row_positions(packed, ratio)
+    first = torch.cat([torch.full((length // ratio,), begin) for (begin, _), length in
+                       zip(packed.bounds, packed.lengths, strict=True)]).to(packed.device)
+    tokens = (first + starts)[:, None] + torch.arange(ratio, device=packed.device)
+    # index_select: no token is in two groups, so its gradient adds nothing to anything
+    part = wide(kv_score).index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
+    kv, score = part.chunk(2, -1)
+    score = score + wide(ape)
+    if ratio == 4:
+        kv, score = (_with_previous(t, starts == 0, fill) for t, fill in ((kv, 0.0), (score, float("-inf"))))
+    e = torch.exp(score - score.detach().amax(1, keepdim=True))
+    row = (e * kv).sum(1) / e.sum(1)
     row = row * torch.rsqrt(row.square().sum(-1, keepdim=True) / row.shape[-1] + eps) * wide(weight)
-    return rotate(row, row_positions(packed, ratio), cos_sin)
+    return rotate(row, starts, cos_sin)
 
 
-def _with_previous(x: torch.Tensor, fill: float) -> torch.Tensor:
-    """[G, 4, 2 D] -> [G, 8, D]: the previous group's first D columns, then this group's last D."""
+def _with_previous(x: torch.Tensor, none: torch.Tensor, fill: float) -> torch.Tensor:
+    """[G, 4, 2 D] -> [G, 8, D]: the previous group's first D columns, then this group's last D. none: [G], the first
+    groups of their sequences, which have `fill` before them."""
     first, last = x.chunk(2, -1)
-    before = torch.cat([torch.full_like(first[:1], fill), first[:-1]])
-    return torch.cat([before, last], 1)
+    return torch.cat([first.roll(1, 0).masked_fill(none[:, None, None], fill), last], 1)
 
 
 def row_positions(packed: Packed, ratio: int) -> torch.Tensor:

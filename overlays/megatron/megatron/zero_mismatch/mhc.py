@@ -25,11 +25,12 @@ from typing import NamedTuple
 
 import torch
 
+from .batched import product
 from .masters import Masters
 from .packing import wide
 from .rms import rms_grad
 
-BLOCK = 2048  # tokens of one block of a backward; sums over tokens add whole blocks, forward bits are not touched
+BLOCK = 4096  # tokens of one block of a backward; sums over tokens add whole blocks, forward bits are not touched
 
 
 class Settings(NamedTuple):
@@ -86,9 +87,9 @@ def _pre_grads(residual, fn, scale, base, weight, settings: Settings, grad_input
     if head:
         du, dweight = grad_input, None
     else:
-        mixed = (collapse[..., None] * residual).sum(1)
+        mixed = product(collapse[:, None], residual)[:, 0]
         du, dweight = rms_grad(grad_input, mixed, weight, settings.norm_eps)
-    logits = [(du[:, None] * residual).sum(-1) * gate * (1 - gate)]
+    logits = [product(residual, du[..., None])[..., 0] * gate * (1 - gate)]
     if not head:
         s = torch.sigmoid(parts[1] * scale[1] + bases[1])
         logits.append(grad_post * settings.post_scale * s * (1 - s))
@@ -97,7 +98,7 @@ def _pre_grads(residual, fn, scale, base, weight, settings: Settings, grad_input
     dscale = torch.stack([(d * part).sum() for d, part in zip(logits, parts, strict=True)])
     dm = torch.cat([d * a for d, a in zip(logits, scale, strict=True)], -1)
     dx, dfn = _mixes_grad(x, fn, m, r, dm)
-    dresidual = dx.view_as(residual) + collapse[..., None] * du[:, None]
+    dresidual = torch.addcmul(dx.view_as(residual), collapse[..., None], du[:, None])
     return dresidual, dfn, dscale, torch.cat(logits, -1).sum(0), dweight
 
 
@@ -161,13 +162,11 @@ class _Post(torch.autograd.Function):
         saved, found = ctx.saved_tensors, []
         for start in range(0, len(grad), BLOCK):
             part = slice(start, start + BLOCK)
-            g, (x, residual, post, comb) = wide(grad[part]), (wide(t[part]) for t in saved)
-            found.append((
-                (post[..., None] * g).sum(1),
-                torch.stack([(comb[:, i, :, None] * g).sum(1) for i in range(comb.shape[1])], 1),
-                (g * x[:, None]).sum(-1),
-                torch.stack([(residual[:, i, None] * g).sum(-1) for i in range(comb.shape[1])], 1),
-            ))
+            g, (x, residual, post, comb) = wide(grad[part]), (t[part] for t in saved)
+            mixing = wide(torch.cat([post[:, None], comb], 1))  # [T, 1 + S, S]: what y and each stream give to each
+            streams = wide(torch.cat([x[:, None], residual], 1))  # [T, 1 + S, H]
+            down, across = product(mixing, g), product(streams, g.mT)
+            found.append((down[:, 0], down[:, 1:], across[:, 0], across[:, 1:]))
         return None, *(torch.cat(d).to(t.dtype) for d, t in zip(zip(*found, strict=True), saved, strict=True))
 
 

@@ -1,8 +1,9 @@
 """DeepSeek-V4's weights between trainer and engine: BF16 masters here, FP8 codes with fp32 scales there.
 
 Invariant: `exported` yields the operands of the trainer's own forward, tensor for tensor: the exporter's cast and then
-the engine's load, by the same two functions. They go into the engine's resident tensors in place; after it the engine
-must derive once more what it keeps besides (mHC's broadcast weight: model.process_weights_after_loading).
+the engine's load, by the same two functions, and the very tensors where the model keeps them in a cache. They go into
+the engine's resident tensors in place; after it the engine must derive once more what it keeps besides (mHC's broadcast
+weight: model.process_weights_after_loading).
 
 `take` reads an engine's weights back. A code times its scale is a BF16 number, so masters are exact. A block whose
 largest code is 224 is exported with half the scale and twice the codes, the same values: export before the first
@@ -31,14 +32,14 @@ def _named(model) -> Iterator[tuple[str, str | None, torch.nn.Parameter]]:
 
 
 def exported(model) -> Iterator[tuple[str, torch.Tensor]]:
-    k = model.run.kernels
+    k, cache = model.run.kernels, model.run.cache
     make = {"linear": k.linear.operand, "experts": k.experts.operand,
             "grouped": lambda w: k.o_proj.operand(w, model.shape.groups)}
     for name, kind, parameter in _named(model):
         if kind is None:
             yield name, parameter.detach()
         else:
-            codes, scales = make[kind](parameter.detach())
+            codes, scales = make[kind](parameter.detach()) if cache is None else cache.get(parameter, make[kind])
             yield name, codes
             yield name + "_scale_inv", scales
 
