@@ -4,6 +4,7 @@ Ray, ZMQ, the server and vLLM's model are plain Python here; what moves weights 
 """
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import sys
@@ -281,6 +282,27 @@ def test_a_rebound_weight_is_copied_back_to_its_address(monkeypatch):
         bench.sync(version, version)
         assert bench.addresses() == before and bench.holds(version)
         assert torch.equal(graph, weights(version)["proj.weight"])
+
+
+@pytest.mark.parametrize("family", ["tiny_nemotron", "tiny_deepseek_v4"])
+def test_every_weight_of_our_models_is_brought_back_to_its_address(family):
+    """Post-processing that rebinds each parameter, on the trainers' models: the names and shapes that are sent."""
+    model = importlib.import_module(family).model()
+    keeper = resident.Resident(lambda: [model])
+    for seed in (1, 2):
+        keeper.begin()
+        before = {name: (p.data_ptr(), p.detach()) for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for name, old in list(model.named_parameters()):
+                owner, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(old.clone(), requires_grad=False))
+                model.get_parameter(name).view(torch.uint8).bitwise_xor_(seed)
+        wanted = {name: p.detach().clone().view(torch.uint8) for name, p in model.named_parameters()}
+        assert keeper.settle() == len(before)
+        for name, p in model.named_parameters():
+            address, graph = before[name]
+            assert p.data_ptr() == address
+            assert torch.equal(p.view(torch.uint8), wanted[name]) and torch.equal(graph.view(torch.uint8), wanted[name])
 
 
 def test_stock_reload_moves_a_rebound_weight(monkeypatch):
