@@ -98,7 +98,7 @@ class Rollout:
         self._mode.__enter__()
 
     def resident(self):
-        return self.engine.runner.model.named_parameters()
+        return self.engine.resident()
 
     def generate(self, task: int):
         found = self.engine.op_run(requests=[r.message() for r in self.work.requests(task)])
@@ -219,9 +219,6 @@ class Asynchronous:
         if (name := self.config["architectures"][0]) != "NemotronHForCausalLM":
             raise ValueError(f"no asynchronous loop for {name}: its engine derives weights after a sync, which the "
                              "rollout workers do not do yet; there is one for NemotronHForCausalLM")
-        if self.config.get("quantization_config"):
-            raise ValueError("no asynchronous loop for a quantised Nemotron-H: its scales are no parameters, and a "
-                             "worker's sync writes parameters only; there is one for its BF16 model (--tiny)")
         work = Work(**work)
         make = MakeRollout(self.worker, self.start, work, self.info()["vllm_path"])
         with _training():

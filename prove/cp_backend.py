@@ -52,9 +52,6 @@ class Backend(trainer_backend.Backend):
         return {"optimizer": type(self.actor.optimizer.chained_optimizers[0]).__name__,
                 "weights": self.actor.guard.digest}
 
-    def _resident(self):
-        return self.saved["engine"].items()
-
     def _tables(self, where: str) -> tuple:
         if where == "deepseek_v4":
             from megatron.zero_mismatch import kernels_dsv4
@@ -62,10 +59,8 @@ class Backend(trainer_backend.Backend):
             return kernels_dsv4.from_vllm(), {ratio: table.cuda() for ratio, table in self.saved["tables"].items()}
         return super()._tables(where)
 
-    def _model(self, recompute: bool):
-        where, shape, model = super()._model(recompute)
+    def _start(self, model) -> None:
         model.load_state_dict(self.saved["masters"])
-        return where, shape, model
 
     def op_score(self, *, sequences: list[dict], micro: int) -> dict:
         return self._score(self.actor.logprobs, sequences, micro)

@@ -42,7 +42,7 @@ class Backend(vllm_backend.Backend):
                 self.actor.load(pathlib.Path(restore))
             # DeepSeek-V4 keeps a sum of mHC weights besides its parameters, and makes it again in place.
             derive = getattr(self.runner.model, "process_weights_after_loading", None)
-            self.receiver = WeightReceiver(self._resident, derive=derive)
+            self.receiver = WeightReceiver(self.resident, derive=derive)
             self.ledger = SyncLedger(max_lag=0)
             self.level, self.sleeper = sleep, self._sleeper() if sleep else None
             seconds = self._sync()
@@ -101,14 +101,13 @@ class Backend(vllm_backend.Backend):
         return {"version": self.actor.guard.version, "weights": self.actor.guard.digest}
 
     def op_save_weights(self, *, path: str) -> None:
-        """For an actor without an engine (cp_backend): the model's config; the engine's weights; the masters, of which
-        the engine's A is no exact image; and the rotary tables, where a family reads the engine's."""
+        """For an actor without an engine (cp_backend): the model's config; the masters, of which what the engine holds
+        is no exact image; and the rotary tables, where a family reads the engine's."""
         import torch
 
         masters = {name: t.cpu() for name, t in self.actor.model.state_dict().items()}
         tables = {ratio: table.cpu() for ratio, table in getattr(self.actor.model, "tables", {}).items()}
-        torch.save({"config": self.config, "engine": {name: t.detach().cpu() for name, t in self._resident()},
-                    "masters": masters, "tables": tables}, path)
+        torch.save({"config": self.config, "masters": masters, "tables": tables}, path)
 
     def op_save_gradients(self, *, sequences: list[dict], micro: int, path: str) -> None:
         """The gradients of the loss of `update`, whole and this process's share of them; nothing is learned."""
@@ -184,7 +183,7 @@ class Backend(vllm_backend.Backend):
         return found, sum(losses)
 
     def _model(self, recompute: bool):
-        """(name of the family, its model's shape, the model with the engine's weights)."""
+        """(name of the family, its model's shape, the model with the weights to start from)."""
         (architecture,) = self.config["architectures"]
         if architecture not in MODELS:
             raise ValueError(f"no aligned trainer for {architecture}; there is one for {', '.join(MODELS)}")
@@ -193,8 +192,11 @@ class Backend(vllm_backend.Backend):
         shape = module.Shape.from_hf(self.config)
         model = getattr(module, name)(shape, *self._tables(where), recompute=recompute)
         model = model.cuda()
-        model.take(dict(self._resident()))
+        self._start(model)
         return where, shape, model
+
+    def _start(self, model) -> None:
+        model.take(dict(self.resident()))
 
     def _build(self, lr: float, recompute: bool):
         from megatron.zero_mismatch.actor import Actor
@@ -236,15 +238,6 @@ class Backend(vllm_backend.Backend):
 
             return FAULTS + QUANTISED_FAULTS
         return found
-
-    def _resident(self):
-        """What the engine serves from: its parameters, and the scales of an FP8 cache, which are buffers there."""
-        held = list(self.runner.model.named_parameters())
-        if (self.config.get("quantization_config") or {}).get("kv_cache_scheme"):
-            from megatron.zero_mismatch.models.nemotron_h_weights import is_cache_scale
-
-            held += [(name, buffer) for name, buffer in self.runner.model.named_buffers() if is_cache_scale(name)]
-        return held
 
     def _sleeper(self):
         from prove.sleep import Sleeper

@@ -76,6 +76,15 @@ class Backend:
             "weights": parameters_digest(self.runner.model),
         }
 
+    def resident(self) -> list:
+        """What the engine serves from: its parameters, and the scales of an FP8 cache, which are buffers there."""
+        held = list(self.runner.model.named_parameters())
+        if ((self.config or {}).get("quantization_config") or {}).get("kv_cache_scheme"):
+            from megatron.zero_mismatch.models.nemotron_h_weights import is_cache_scale
+
+            held += [(name, buffer) for name, buffer in self.runner.model.named_buffers() if is_cache_scale(name)]
+        return held
+
     # ---- ops
 
     def op_run(self, *, requests: list[dict], chunk: int | None = None, graphs: str = "on",

@@ -143,12 +143,9 @@ def test_a_worker_from_other_files_than_the_learners_is_refused(monkeypatch):
         make()
 
 
-@pytest.mark.parametrize("config, words", [
-    ({"architectures": ["DeepseekV4ForCausalLM"]}, "no asynchronous loop for DeepseekV4ForCausalLM"),
-    ({"architectures": ["NemotronHForCausalLM"], "quantization_config": {"quant_algo": "NVFP4"}}, "its BF16 model")])
-def test_a_model_that_a_workers_sync_would_not_reach_whole_is_refused(config, words):
-    backend = types.SimpleNamespace(config=config)
-    with pytest.raises(ValueError, match=words):
+def test_a_model_that_a_workers_sync_would_not_reach_whole_is_refused():
+    backend = types.SimpleNamespace(config={"architectures": ["DeepseekV4ForCausalLM"]})
+    with pytest.raises(ValueError, match="no asynchronous loop for DeepseekV4ForCausalLM"):
         async_backend.Asynchronous.op_open(backend, work={}, max_lag=2, folder="")
 
 

@@ -61,7 +61,7 @@ class Backend(trainer_backend.Backend):
                 "start_seconds": 0.0, "weights": "00", "cache_block": self.scheduler.block_size}
 
     def _sleeper(self):
-        return Sleeper(dict(self._resident()), self.fault)
+        return Sleeper(dict(self.resident()), self.fault)
 
     @torch.no_grad()
     def op_run(self, *, requests, graphs="on"):

@@ -13,12 +13,8 @@ from megatron.zero_mismatch import experts_nvfp4, kernels, linear_fp8_static, qu
 from megatron.zero_mismatch.models import nemotron_h_weights
 from tiny_nemotron_quantised import CONFIG, engine_weights, model
 
-from prove import trainer_backend
-
 
 class Backend(trainer_fake.Backend):
-    _resident = trainer_backend.Backend._resident
-
     def __init__(self, *, model: str, flags: dict, weights_script=None, emit=None):
         super().__init__(model=model, flags={}, weights_script=weights_script, emit=emit)
         self.config, self.fault = CONFIG, flags.get("fault")

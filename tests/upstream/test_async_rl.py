@@ -19,14 +19,14 @@ def run(megatron_tree, tmp_path, monkeypatch):
     shutil.copytree(OVERLAY, megatron_tree / "megatron" / "zero_mismatch", dirs_exist_ok=True)
     (tmp_path / "config.json").write_text("{}")
     path = os.pathsep.join(map(str, (megatron_tree, ROOT / "tests" / "unit")))
-    env = {"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    env = {"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
-    def call(fault=None):
+    def call(fault=None, backend="async_fake", **changed):
         made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": str(tmp_path), "vocab": 64},
                                                        "engine": {"fault": fault}})
-        return async_rl.async_rl(made, ui.UI(json_only=True), async_rl.Settings(**SETTINGS), out=tmp_path,
+        return async_rl.async_rl(made, ui.UI(json_only=True), async_rl.Settings(**SETTINGS | changed), out=tmp_path,
                                  logs=tmp_path / "logs", budget=300.0, env=env,
-                                 backend=str(ROOT / "tests" / "unit" / "async_fake.py"))
+                                 backend=str(ROOT / "tests" / "unit" / f"{backend}.py"))
     return call
 
 
@@ -56,3 +56,12 @@ def test_a_worker_that_keeps_its_old_weights_is_a_difference(run):
     assert not found[-1]["equal"] and found[-1]["kernel_k3"] > 0 and found[-1]["words"]["differing_words"] > 0
     assert all(row["equal"] for row in found[:-1]) and len(found) < SETTINGS["stop_after"], "stopped where it parted"
     assert not data["passed"] and not data["summary"]["equal"]
+
+
+def test_a_quantised_worker_takes_codes_and_scales_the_caches_too(run, monkeypatch):
+    monkeypatch.setattr(async_rl, "MICRO", 1)  # one sequence a micro-batch: a CPU's fp32 GEMM takes its order from M
+    data = run(backend="async_fake_nemotron_quantised", lag=1, updates=6, stop_after=4)
+    assert "error" not in data and len(data["rows"]) == 10
+    assert all(row["equal"] and row["words"]["tokens"] == 24 for row in data["rows"])
+    assert data["summary"]["lag_reached"] and data["summary"]["every_task_once"]
+    assert data["summary"]["stopped_and_resumed"] and data["summary"]["death_made_good"]
