@@ -163,6 +163,7 @@ def between(sequences: list[dict], left: dict, right: dict) -> Figures:
         sides = [unpack(words[sequence["id"]]) if sequence["id"] in words else np.zeros(0, np.uint32)
                  for words in (left, right)]
         figures.add(sequence["id"], *(Sequence(tokens[:len(own)], own) for own in sides))
+        figures.missing += len(tokens) - max(map(len, sides))  # where both lack a word, nothing was compared
     return figures
 
 

@@ -12,16 +12,37 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import conftest  # noqa: F401 - makes the overlays importable
 import test_model_deepseek_v4 as deepseek
 import tiny_nemotron
+import tiny_nemotron_quantised
 import torch
 from megatron.zero_mismatch import kernels
 from megatron.zero_mismatch.context_parallel import ALONE, Ranks, collect, to_heads, to_tokens
 from megatron.zero_mismatch.packing import Packed, pack
+
+
+def quantised_rows() -> kernels.Kernels:
+    """Row by row, and for attention sequence by sequence."""
+    table, made = kernels.reference().quantised, tiny_nemotron.row_by_row(kernels.reference())
+
+    def attend(q, cache, scales, packed, scale):
+        return torch.cat([table.attention.attend(q[a:b], [t[a:b] for t in cache], scales,
+                                                 Packed((b - a,), packed.device), scale) for a, b in packed.bounds])
+
+    def experts(x, up, down, weights, ids):
+        return torch.cat([table.experts.experts(x[t:t + 1], up, down, weights[t:t + 1], ids[t:t + 1])
+                          for t in range(len(x))])
+
+    return dataclasses.replace(made, quantised=dataclasses.replace(
+        table, attention=table.attention._replace(attend=attend), experts=table.experts._replace(experts=experts)))
+
 
 LENGTHS = (5, 33, 16, 1, 50)  # 105 tokens: two ranks are cut inside the third sequence, at no multiple of a chunk
 MICRO = ((4,), (1, 3), (2, 0))
 MODELS = {  # name -> (lengths, the model whose bits are compared, the one whose gradients are, in fp64)
     "nemotron": (LENGTHS, lambda: tiny_nemotron.model(table=tiny_nemotron.row_by_row(kernels.reference()),
                                                       recompute=True), lambda: tiny_nemotron.model(torch.float64)),
+    "nemotron quantised": (
+        (5, 33, 1, 20), lambda: tiny_nemotron_quantised.model(table=quantised_rows(), recompute=True),
+        lambda: tiny_nemotron_quantised.model(torch.float64, kernels.exact())),
     # Cut inside the first sequence: behind its row of 128 tokens for the second group, inside a row of 4.
     "deepseek": ((142, 9, 1, 40), lambda: deepseek.quantised(recompute=True), deepseek.build),
 }  # fmt: skip

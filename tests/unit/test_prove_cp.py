@@ -25,6 +25,11 @@ def test_a_word_that_one_actor_lacks_or_has_otherwise_is_a_difference(change):
     assert not cp.between(SEQUENCES, WORDS, other).equal and not cp.between(SEQUENCES, other, WORDS).equal
 
 
+def test_a_word_that_both_actors_lack_was_not_compared():
+    one = {"a": WORDS["a"]}
+    assert not cp.between(SEQUENCES, one, dict(one)).equal
+
+
 def test_a_gradients_bound_is_what_other_micro_batches_do_to_it():
     want = torch.full((4,), 2.0)
     (row,) = cp.compared_gradients({"whole": {"w": want}}, {"whole": {"w": want * 1.1}},
