@@ -115,6 +115,26 @@ def test_recomputation_and_cached_operands_change_no_bit(weights):
     assert all(torch.equal(plain[1][name], again[1][name]) for name in plain[1])
 
 
+def test_export_takes_the_operands_that_a_forward_of_the_same_version_kept(weights):
+    model = tiny.model(weights=weights)
+    model.guard = WeightGuard(model.named_parameters)
+    plain = {name: bits(t) for name, t in model.exported()}
+    model.cache = OperandCache(model.guard)
+    with torch.no_grad():
+        model(*pack(tiny_nemotron.sequences(9)))
+    operands = [operand for _, _, operand in model.cache._kept.values()]
+    kept = {part.data_ptr() for operand in operands for part in getattr(operand, "resident", {"": operand[0]}).values()}
+    sent = dict(model.exported())
+    assert all(torch.equal(bits(t), plain[name]) for name, t in sent.items())
+    codes = {name for name, t in sent.items() if t.dtype in (torch.float8_e4m3fn, torch.uint8)}
+    assert codes and all(sent[name].data_ptr() in kept for name in codes)
+    with torch.no_grad():
+        model.model.layers[4].mixer.up_proj.weight.neg_()
+    model.guard.advance()
+    changed = [name for name, t in model.exported() if not torch.equal(bits(t), plain[name])]
+    assert changed == ["model.layers.4.mixer.up_proj.weight"]
+
+
 def test_every_master_learns_and_no_scale_does(weights):
     model = tiny.model(weights=weights)
     _, grads = learned(model)

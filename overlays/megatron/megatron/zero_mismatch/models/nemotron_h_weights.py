@@ -1,8 +1,9 @@
 """Nemotron-H's weights between trainer and engine: the engine's names, and its codes and scales for BF16 masters.
 
 Invariant: `exported` yields the operands of the trainer's own forward, tensor for tensor and in the engine's layout:
-FP8 codes lie [K, N] there, experts as Humming packs them. They go into the engine's resident tensors in place, and
-nothing is left for the engine to derive. The scales of inputs and of the cache go along unchanged.
+FP8 codes lie [K, N] there, experts as Humming packs them; the very tensors where the model keeps them in a cache. They
+go into the engine's resident tensors in place, and nothing is left for the engine to derive. The scales of inputs and
+of the cache of keys and values go along unchanged.
 
 `take` reads an engine's weights back, and starts masters from the values they stand for, rounded to BF16: quantised
 again, these may give another scale and other codes, and A is the exponential of a logarithm. So export before the
@@ -49,21 +50,26 @@ def _names(name: str, kind: str) -> list[str]:
 
 def exported(model) -> Iterator[tuple[str, torch.Tensor]]:
     for name, kind, parameter in _named(model):
-        yield from zip(_names(name, kind), _made(model.kernels.quantised, kind, parameter.detach()), strict=True)
+        yield from zip(_names(name, kind), _made(model, kind, parameter), strict=True)
 
 
-def _made(kernels, kind: str, master: torch.Tensor) -> list[torch.Tensor]:
+def _made(model, kind: str, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+    master = parameter.detach()
     if kind == "exponential":
         return [-master.exp()]
     if kind == "scale":
         return [master.reshape(())]
     if kind == "FP8":
-        codes, scale = kernels.linear.operand(master)
+        codes, scale = _operand(model, model.kernels.quantised.linear.operand, parameter)
         return [codes.t(), scale]
     if kind == "NVFP4":
-        resident = kernels.experts.operand(master).resident
+        resident = _operand(model, model.kernels.quantised.experts.operand, parameter).resident
         return [resident[leaf] for leaf in experts_nvfp4.RESIDENT]
     return [master]
+
+
+def _operand(model, make, parameter: torch.nn.Parameter):
+    return make(parameter.detach()) if model.cache is None else model.cache.get(parameter, make)
 
 
 @torch.no_grad()
@@ -95,18 +101,15 @@ def calibrated(model) -> dict[str, torch.Tensor]:
 
 
 def multiplied(model) -> dict[str, torch.Tensor]:
-    """By the engine's name of a master: what the forward multiplies with, dequantised, in the master's shape."""
+    """By the engine's name of a master: what the forward multiplies with, dequantised, in the master's shape. Made
+    anew, not taken from a cache: it is there to compare with."""
     kernels, found = model.kernels.quantised, {}
     for name, kind, parameter in _named(model):
-        master = parameter.detach()
+        master, wide = parameter.detach(), torch.promote_types(parameter.dtype, torch.float32)
         if kind == "FP8":
-            found[name] = linear_fp8_static.dequantise(*kernels.linear.operand(master), _wide(master))
+            found[name] = linear_fp8_static.dequantise(*kernels.linear.operand(master), wide)
         elif kind == "NVFP4":
-            found[name] = kernels.experts.operand(master).values(_wide(master))
+            found[name] = kernels.experts.operand(master).values(wide)
         elif kind != "scale":
-            (found[name],) = _made(kernels, kind, master)
+            (found[name],) = _made(model, kind, parameter)
     return found
-
-
-def _wide(master: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(master.dtype, torch.float32)
