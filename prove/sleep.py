@@ -39,8 +39,8 @@ class Memory:
                 if data.tag == tag]
 
     def bytes(self) -> int:
-        """Of all tags."""
-        return self._allocator.get_current_usage()
+        """Of all tags, what has memory now."""
+        return sum(data.handle[1] for data in self._allocator.pointer_to_data.values() if not data.is_asleep)
 
     def zero(self, address: int, size: int) -> None:
         self._runtime.cudaMemset(address, 0, size)
@@ -66,8 +66,9 @@ class Sleeper:
         if level == 2 and self._strays is None:
             self._strays = strays(self.memory.regions("weights"), self._known())
         self._host = [stray.to("cpu", copy=True) for stray in self._strays] if level == 2 else []
+        awake = self.memory.bytes()
         self.engine.sleep(level)
-        return {"level": level, "freed_bytes": self.memory.bytes(), "strays": len(self._host),
+        return {"level": level, "freed_bytes": awake - self.memory.bytes(), "strays": len(self._host),
                 "stray_bytes": sum(map(len, self._host)), "sleep_seconds": round(time.perf_counter() - started, 3)}
 
     @torch.inference_mode()

@@ -108,8 +108,9 @@ def held(row: dict, sleep: int, positions: int) -> bool:
     """Whether every word is equal, in every way that was asked for, and what was restored is the same. positions: whose
     whole vocabulary was to be compared."""
     equal = row["scored"]["equal"] and row["trained"]["equal"] and row.get("same", True)
-    if sleep:  # graphs captured before the first sleep were replayed, and no rollout could start before the sync
-        equal = equal and row["sleep"].get("refused") is True and (row["modes"] or {}).get("FULL", 0) > 0
+    if sleep:  # memory was freed, no rollout could start before the sync, and graphs from before it were replayed
+        slept = row["sleep"].get("refused") is True and row["sleep"]["freed_bytes"] > 0
+        equal = equal and slept and (row["modes"] or {}).get("FULL", 0) > 0
     if positions:
         every = row["whole_vocab"]
         equal = equal and every["positions"] == positions and not every["differing_words"] and not every["nan"]

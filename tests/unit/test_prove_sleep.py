@@ -40,7 +40,7 @@ class Engine:
         self.kv_caches = [self.cache[:1], self.cache[1:]]
         config = types.SimpleNamespace(enable_sleep_mode=enabled)
         self.vllm_config = types.SimpleNamespace(model_config=config)
-        self.levels, self.wakes = [], True
+        self.levels, self.wakes, self.used = [], True, 4 * 9
 
     def pool(self):
         return [self.model.weight, self.model.scale, self.model.broadcast]
@@ -49,13 +49,14 @@ class Engine:
         return [region(t) for t in {"weights": self.pool(), "kv_cache": [self.cache]}[tag]]
 
     def bytes(self):
-        return 4 * 9
+        return self.used
 
     def zero(self, address, size):
         ctypes.memset(address, 0, size)
 
     def sleep(self, level):
         self.levels.append(level)
+        self.used = 0
         kept = self.model.scale.clone()  # vLLM keeps a model's buffers
         for t in [self.cache, *(self.pool() if level == 2 else [])]:
             t.fill_(NAN)

@@ -93,8 +93,9 @@ def test_more_answers_than_a_step_has_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("change", [
-    {"sleep": {"refused": False}},                 # a rollout could have started on weights that are not there
-    {"modes": {"NONE": 64}},                       # no graph was replayed after the wake
+    {"sleep": {"refused": False, "freed_bytes": 1}},  # a rollout could have started on weights that are not there
+    {"sleep": {"refused": True, "freed_bytes": 0}},   # it slept in name only
+    {"modes": {"NONE": 64}},                          # no graph was replayed after the wake
     {"whole_vocab": {"positions": 7, "differing_words": 0, "nan": 0}},
     {"whole_vocab": {"positions": 8, "differing_words": 1, "nan": 0}},
     {"whole_vocab": {"positions": 8, "differing_words": 0, "nan": 1}},
@@ -102,8 +103,8 @@ def test_more_answers_than_a_step_has_are_refused(tmp_path):
     {"same": False},
 ])
 def test_a_row_holds_by_everything_that_was_asked(change):
-    row = {"scored": {"equal": True}, "trained": {"equal": True}, "sleep": {"refused": True}, "modes": {"FULL": 64},
-           "whole_vocab": {"positions": 8, "differing_words": 0, "nan": 0}}
+    row = {"scored": {"equal": True}, "trained": {"equal": True}, "sleep": {"refused": True, "freed_bytes": 1},
+           "modes": {"FULL": 64}, "whole_vocab": {"positions": 8, "differing_words": 0, "nan": 0}}
     assert train.held(row, sleep=2, positions=8)
     assert not train.held(row | change, sleep=2, positions=8)
 

@@ -25,7 +25,6 @@ def text(path: str, name: str) -> str:
     ("vllm/v1/engine/llm_engine.py", "LLMEngine.sleep", ["self", "level", "mode"]),
     ("vllm/v1/engine/llm_engine.py", "LLMEngine.wake_up", ["self", "tags"]),
     (CUMEM, "CuMemAllocator.get_instance", []),
-    (CUMEM, "CuMemAllocator.get_current_usage", ["self"]),
     ("vllm/distributed/device_communicators/cuda_wrapper.py", "CudaRTLibrary.cudaMemset",
      ["self", "devPtr", "value", "count"]),
 ])
@@ -37,7 +36,7 @@ def test_an_allocation_has_a_handle_of_device_size_address_and_a_tag():
     source = stock("vllm/device_allocator/__init__.py")
     assert "py_device, py_size_or_aligned_size, py_ptr, py_handle" in source
     (data,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "AllocationData"]
-    assert {"handle", "tag"} <= {n.target.id for n in data.body if isinstance(n, ast.AnnAssign)}
+    assert {"handle", "tag", "is_asleep"} <= {n.target.id for n in data.body if isinstance(n, ast.AnnAssign)}
     assert "self.pointer_to_data[py_d_mem] = AllocationData(" in stock(CUMEM)
 
 
