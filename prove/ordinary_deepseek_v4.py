@@ -17,16 +17,14 @@ from megatron.zero_mismatch.packing import wide
 from megatron.zero_mismatch.rotary import rotate
 from torch.utils.checkpoint import checkpoint
 
+from prove.ordinary import logprobs
+
 BLOCK = 1024  # 1,024 queries of 640 rows of 512 columns gather 640 MiB
 MHC = mhc_kernels.REFERENCE
 
 
 class Ordinary(DeepseekV4):
-    def forward(self, tokens, packed):
-        predicted = packed.positions > 0
-        z = wide(F.linear(self.hidden(tokens, packed)[:-1][predicted[1:]], self.lm_head.weight))
-        found = torch.log_softmax(z, -1).gather(1, tokens[predicted][:, None])[:, 0]
-        return found.new_zeros(tokens.numel()).masked_scatter(predicted, found)
+    forward = logprobs
 
     def hidden(self, tokens, packed):
         b, s = self.model, self.shape

@@ -15,13 +15,11 @@ from megatron.zero_mismatch.models.nemotron_h import NemotronH
 from megatron.zero_mismatch.packing import wide
 from torch.utils.checkpoint import checkpoint
 
+from prove.ordinary import logprobs
+
 
 class Ordinary(NemotronH):
-    def forward(self, tokens, packed):
-        predicted = packed.positions > 0
-        z = wide(F.linear(self.hidden(tokens, packed)[:-1][predicted[1:]], self.lm_head.weight))
-        found = torch.log_softmax(z, -1).gather(1, tokens[predicted][:, None])[:, 0]
-        return found.new_zeros(tokens.numel()).masked_scatter(predicted, found)
+    forward = logprobs
 
     def hidden(self, tokens, packed):
         h = F.embedding(tokens, self.model.embed_tokens.weight)
