@@ -8,6 +8,7 @@ exits with another code than expected stops it, and the old transcript stays.
 """
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 APPLY = "python3 apply.py"
 SHOWN = 24  # lines of one command's output, at most
+DIGESTS = re.compile(r"\b(lock|tree) [0-9a-f]{12}\b")  # every change of an overlay's comment moves them: cut
+CUT = "The digests behind `lock` and `tree` are cut: they are those of your own `patchset.lock`."
 
 STEPS = [  # what a newcomer is told, the command, its exit code
     ("What will happen? This only looks.", f"{APPLY} plan --upstream megatron", 0),
@@ -43,7 +46,8 @@ def run(command: str, code: int, folder: Path, shown: int = SHOWN) -> list[str]:
                           check=False)
     if done.returncode != code:
         sys.exit(f"{command}: exit {done.returncode}, expected {code}\n{done.stdout}")
-    lines = done.stdout.replace(str(folder), "~/zero-mismatch").replace(str(Path.home()), "~").splitlines()
+    said = done.stdout.replace(str(folder), "~/zero-mismatch").replace(str(Path.home()), "~")
+    lines = DIGESTS.sub(r"\1 …", said).splitlines()
     cut = [f"… ({len(lines) - shown} more lines)"] if len(lines) > shown else []
     return lines[:shown] + cut + ([f"[exit {code}]"] if code else [])
 
@@ -53,7 +57,7 @@ def main() -> None:
         folder = Path(work) / "zero-mismatch"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
         started, text = time.monotonic(), ["# Quickstart: a transcript", ""]
-        text += ["Made by `docs/make_quickstart.py`, which runs every command below in a fresh clone.", ""]
+        text += [f"Made by `docs/make_quickstart.py`, which runs every command below in a fresh clone. {CUT}", ""]
         for said, command, code in STEPS:
             text += [said, ""] if said else []
             text += ["```", f"$ {command}", *run(command, code, folder), "```", ""]
