@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a container of the image does:
 #   serve RECIPE [FLAG...]            an engine with the recipe's flags and environment; FLAGs go to vllm serve
-#   prove VERB ARGUMENT...            a proof (prove/README.md); records go to /evidence if it is mounted
+#   prove VERB ARGUMENT...            a proof (prove/README.md); records go to /evidence: mount a folder there
 #   train RECIPE COMMAND...           COMMAND in the recipe's environment, after its start-up check
 #   shell [COMMAND...]                a shell, or a command in one
 #   manifest                          what is in the image
@@ -19,7 +19,10 @@ case $command in
     exec python3 -m launch "$command" "$@"
     ;;
   prove)
-    [[ ! -d /evidence ]] || set -- "$@" --out /evidence
+    own=()  # behind the verb, before the user's arguments, which win
+    [[ ! -d ${EVIDENCE:-/evidence} ]] || own+=(--out "${EVIDENCE:-/evidence}")
+    [[ -z ${REVISION:-} ]] || own+=(--commit "$REVISION")  # there is no history here to read it from
+    [[ $# -eq 0 ]] || set -- "$1" "${own[@]}" "${@:2}"
     exec python3 -m prove "$@"
     ;;
   shell)

@@ -26,7 +26,9 @@ Three ways to the same two patched trees; each was followed in a fresh clone by 
 is what it printed, on a machine without a GPU. [The image](#the-image) is what to take for a cluster,
 [the wheel](#the-wheel) for one machine, [a checkout](#a-checkout) for working on the patches. They end in the same
 check: `apply.py verify` exits 0 only if every path that `patchset.lock` names is exactly as locked. Of an installed
-wheel it also compares the package's other files with RECORD; a source tree's are left to git: building writes some. {CUT}"""
+wheel it also compares the package's other files with RECORD; a source tree's are left to git: building writes some.
+
+{CUT}"""
 CHECKOUT = [
     ("Fetch both pinned upstreams and patch them. Python and git are enough.", f"{APPLY} apply", 0),
     ("", f"{APPLY} verify", 0),

@@ -13,7 +13,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from make_quickstart import DIGESTS, ROOT
+
 PAGE = ROOT / "docs/rebase.md"
 SHOWN = 60  # lines of one command's output, at most
 WIDTH = 180  # and characters of one line
@@ -31,7 +32,7 @@ END
 def run(command: str, folder: Path) -> list[str]:
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=folder, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, check=False)
-    said = done.stdout.replace(str(folder), "~/zero-mismatch")
+    said = DIGESTS.sub(r"\1 …", done.stdout.replace(str(folder), "~/zero-mismatch"))
     lines = [line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in said.splitlines()]
     cut = [f"… ({len(lines) - SHOWN} more lines)"] if len(lines) > SHOWN else []
     return lines[:SHOWN] + cut + ([f"[exit {done.returncode}]"] if done.returncode else [])

@@ -101,7 +101,7 @@ def start(made: recipe.Recipe, args, invariant: bool) -> int:
         return 1
     if args.verb == "serve":
         mark = pathlib.Path(environment.get(SERVING, "/tmp/zero-mismatch-serving"))
-        mark.write_text(line[line.index("--port") + 1] if "--port" in line else "8000")
+        mark.write_text(command.port(line))
     os.execvpe(line[0], line, environment)
     return 1
 

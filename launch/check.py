@@ -92,12 +92,13 @@ def _environment(made: Recipe, machine: Machine, invariant: bool) -> Iterator[Fi
 
 def unproven_stack(machine: Machine, folder: Path = ROOT / "evidence") -> str | None:
     """What to say if no record that passed was made with these versions of STACK. A remark, not a finding: the kernels'
-    rules hold on any stack, only nobody has seen it on this one. A record lists an engine's versions."""
+    rules hold on any stack, only nobody has seen it on this one. Not every record lists them: a client sees vLLM's
+    version alone. None on a machine that has no stack: that the engine is missing is a finding."""
     passed = [data for path in sorted(folder.glob("*.json")) if (data := json.loads(path.read_text()))["passed"]]
-    seen = {tuple(engine["versions"].get(name, "?") for name in STACK)
-            for data in passed for engine in data["engines"].values()}
+    listed = [engine.get("versions", {}) for data in passed for engine in data["engines"].values()]
+    seen = {tuple(versions[name] for name in STACK) for versions in listed if versions.keys() >= {*STACK}}
     here = tuple(machine.stack.get(name, "none") for name in STACK)
-    if not seen or here in seen:
+    if not seen or not machine.stack or here in seen:
         return None
     said = [" and ".join(map(" ".join, zip(STACK, versions, strict=True))) for versions in (here, *sorted(seen))]
     return f"{said[0]} here; every record in evidence/ was made with {' or '.join(said[1:])}"

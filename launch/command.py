@@ -41,6 +41,16 @@ def serve(made: Recipe, invariant: bool, more: list[str]) -> list[str]:
     return ["vllm", "serve", made.model, *sum(arguments(engine(made, invariant)), []), *more]
 
 
+def port(line: list[str]) -> str:
+    """The port in a command line of `vllm serve`: --port N or --port=N, the last one, as its parser has it."""
+    found = "8000"
+    for word, after in zip(line, [*line[1:], ""], strict=True):
+        name, is_joined, value = word.partition("=")
+        if name == "--port":
+            found = value if is_joined else after
+    return found
+
+
 def run_script(made: Recipe) -> str:
     """run.sh: the same as `launch serve`, to be read, copied and changed."""
     lines = ["#!/usr/bin/env bash", f"# {GENERATED}",

@@ -1,4 +1,4 @@
-"""Command line of the proofs: parse, call, print, exit. Exit 0: proven; 1: not; 2: wrong usage."""
+"""Command line of the proofs: parse, call, print, exit. Exit 0: proven (a contrast: something differs); 1: not; 2: wrong usage."""
 from __future__ import annotations
 
 import argparse
@@ -177,6 +177,14 @@ def run(args, screen: ui.UI) -> dict:
             return warm.warm(made, screen, modes=[True, False] if args.off else [True], **common)
 
 
+def verdict(data: dict) -> tuple[int, str]:
+    """Exit code and the word for it. A contrast claims the opposite of a proof: that this workload can show a difference."""
+    if data["verb"] == "contrast":
+        differ = sum(row["state"] == "differs" for row in data["rows"])
+        return int(not differ), f"{differ} of {len(data['rows'])} comparisons differ"
+    return int(not data["passed"]), "passed" if data["passed"] else "NOT passed"
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     screen = ui.UI(json_only=args.json)
@@ -189,13 +197,13 @@ def main(argv: list[str] | None = None) -> int:
     except EngineError as error:
         print(f"prove {args.verb}: {error}", file=sys.stderr)
         return 1
+    code, word = verdict(data)
     if args.json:
         print(json.dumps(data, indent=1))
     else:
-        screen.say(f"{'passed' if data['passed'] else 'NOT passed'}"
-                   f"{'' if data['complete'] else ' (incomplete)'}; record: {os.path.relpath(args.out)}/"
+        screen.say(f"{word}{'' if data['complete'] else ' (incomplete)'}; record: {os.path.relpath(args.out)}/"
                    f"{data['verb']}-{data['subject']}.json")
-    return 0 if data["passed"] or data["verb"] == "contrast" else 1
+    return code
 
 
 if __name__ == "__main__":

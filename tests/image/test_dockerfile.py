@@ -70,7 +70,12 @@ def test_every_file_that_is_copied_exists_and_is_let_in_by_dockerignore():
 
 def test_the_context_has_no_history_no_build_and_no_secrets():
     let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert not {".git", "build", "evidence", ".venv"} & let_in
+    assert not {".git", "build", ".venv"} & let_in
+
+
+def test_the_image_has_the_records_that_its_start_up_check_compares_with():
+    """`launch check` says on which torch and Triton the records were made (check.unproven_stack)."""
+    assert "!evidence" in (ROOT / ".dockerignore").read_text().splitlines()
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage.name], ids=lambda stage: stage.name)

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from image_stage import ROOT
+from prove import __main__ as prove_command
 
 ECHO = "#!/bin/sh\nprintf '%s\\n' \"$0\" \"$@\" | sed 's|.*/||'\n"
 
@@ -20,9 +21,9 @@ def tools(tmp_path):
     return tmp_path
 
 
-def entry(tools, *arguments: str) -> subprocess.CompletedProcess:
+def entry(tools, *arguments: str, **more: str) -> subprocess.CompletedProcess:
     return subprocess.run([ROOT / "docker/entrypoint.sh", *arguments], capture_output=True, text=True, check=False,
-                          env={"PATH": f"{tools}:/usr/bin:/bin", "ROOT": str(tools)})
+                          env={"PATH": f"{tools}:/usr/bin:/bin", "ROOT": str(tools), **more})
 
 
 @pytest.mark.parametrize("arguments, command", [
@@ -33,6 +34,15 @@ def entry(tools, *arguments: str) -> subprocess.CompletedProcess:
 def test_each_command_becomes_the_program_that_does_it(arguments, command, tools):
     done = entry(tools, *arguments)
     assert done.returncode == 0 and done.stdout.splitlines() == command
+
+
+def test_a_proof_in_the_image_says_its_commit_and_the_users_own_folder_wins(tools):
+    asked = ["prove", "rollout", "--recipe", "deepseek-v4", "--out", "mine"]
+    line = entry(tools, *asked, EVIDENCE=str(tools), REVISION="abc").stdout.splitlines()
+    assert line[:4] == ["python3", "-m", "prove", "rollout"] and {"--commit", "abc"} <= set(line)
+    args = prove_command.parser().parse_args(line[3:])
+    assert (args.commit, str(args.out)) == ("abc", "mine")
+    assert entry(tools, "prove", EVIDENCE=str(tools), REVISION="abc").stdout.splitlines() == ["python3", "-m", "prove"]
 
 
 def test_a_shell_runs_a_command_and_the_manifest_is_printed(tools):

@@ -3,6 +3,7 @@ import argparse
 import contextlib
 import io
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -16,8 +17,9 @@ from prove import bisect, cases, recipe
 from launch import __main__ as launch_command
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/models/*.md"), *ROOT.glob("skill/**/*.md"),
-                *(ROOT / name / "README.md" for name in ("", "recipes", "prove", "docker", "evidence", "patches"))])
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("skill/**/*.md"),
+                *(path for top in (".", "docker", "evidence", "overlays", "patches", "prove", "recipes")
+                  for path in (ROOT / top).glob("README.md" if top == "." else "**/README.md"))])
 SKILL = (ROOT / "skill/SKILL.md").read_text()
 PARSERS = {"apply.py": apply_command.parser(), "prove": prove_command.parser(), "launch": launch_command.parser()}
 STARTS = re.compile(r"^(?:\$ )?(?:\S*python3?\S* (?:-m )?)?"
@@ -33,14 +35,20 @@ def lines(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """(program, its arguments) of every command that is one of ours. A comment or a pipe ends it."""
+    """(program, its arguments) of every command that is one of ours. A comment or a pipe ends it; in a container the
+    image's entry point has the names of the programs."""
     found = []
     for line in lines(text):
-        if (start := STARTS.match(line)) and not re.search(r"[…|]|\.\.\.|^apply\.py$", line.split("  #")[0]):
+        line = re.sub(r"^docker run .* zero-mismatch (serve|train|prove) ", _entered, line.split(" | ")[0])
+        if (start := STARTS.match(line)) and not re.search(r"…|\.\.\.|^apply\.py$", line.split("  #")[0]):
             words = shlex.split(line.removeprefix("$ "), comments=True)
             at = next(i for i, word in enumerate(words) if word == start[1] or word.endswith(start[1]))
             found.append((start[1], words[at + 1:]))
     return found
+
+
+def _entered(start: re.Match) -> str:
+    return "python3 -m prove " if start[1] == "prove" else f"python3 -m launch {start[1]} "
 
 
 def wrong(program: str, arguments: list[str]) -> str:
@@ -83,7 +91,9 @@ def test_commands_are_found_and_a_wrong_one_is_seen():
     for text in ("python3 -m prove rollout --recipe deepseek-v4 --tinny", "python3 -m prove rolout --recipe x",
                  "python3 -m prove rollout --recipe deepseek", "python3 apply.py aply", "docker/biuld.sh x",
                  "python3 -m prove rollout --recipe deepseek-v4 --cases twic", "python3 -m launch check deepseek",
-                 "python3 -m prove bisect --recipe deepseek-v4 --left decoed"):
+                 "python3 -m prove bisect --recipe deepseek-v4 --left decoed", "python3 apply.py aply | head",
+                 "docker run --rm zero-mismatch prove rolout --recipe deepseek-v4",
+                 "docker run --rm zero-mismatch serve deepseek"):
         (program, arguments), = commands(f"```\n{text}\n```")
         assert wrong(program, arguments), text
 
@@ -99,6 +109,19 @@ def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page):
         if heading:
             titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
             assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, target
+
+
+def test_transcripts_count_what_the_lock_counts_and_name_no_digest():
+    """Whoever adds a patch or an overlay file runs docs/make_quickstart.py, make_install.py and make_rebase.py again."""
+    targets = json.loads((ROOT / "patchset.lock").read_text())["targets"].items()
+    counts = {(name.partition("@")[0], len(one["patches"]), len(one["paths"])) for name, one in targets
+              if name.endswith("/all")}
+    for page in ("quickstart", "install", "rebase"):
+        text = (ROOT / f"docs/{page}.md").read_text()
+        said = re.findall(r"^\S+: (\w+)\S* \S+: .*\n  (\d+) patches on (\d+) files, (\d+) overlay files, lock …, tree …$",
+                          text, re.MULTILINE)
+        assert {(name, int(patches), int(files) + int(added)) for name, patches, files, added in said} <= counts, page
+        assert said and len(said) == len(re.findall(r"overlay files, lock", text)), page
 
 
 def test_every_recipe_stands_on_one_page_with_its_status():

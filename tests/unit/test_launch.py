@@ -83,6 +83,17 @@ def test_a_stack_that_no_passed_record_was_made_on_is_said(tmp_path):
     assert said == ("torch 2.14.0 and triton 3.8.0 here; every record in evidence/ was made with "
                     "torch 2.11.0+cu130 and triton 3.6.0")
     assert check.unproven_stack(machine(FLASH, stack={"torch": "2.11.0+cu130", "triton": "3.6.0"}), tmp_path) is None
+    assert check.unproven_stack(machine(FLASH, stack={}), tmp_path) is None
+
+
+def test_records_that_list_no_stack_say_nothing_of_one(tmp_path):
+    """A server names vLLM's version alone (`prove served`); `prove counter` keeps the engine's tree and no version."""
+    engines = {"served": {"versions": {"vllm": "0.33.0"}}, "with": {"lock": {"state": "locked"}}}
+    (tmp_path / "served.json").write_text(json.dumps({"passed": True, "engines": engines}))
+    assert check.unproven_stack(machine(FLASH, stack={"torch": "2.14.0"}), tmp_path) is None
+    recorded(tmp_path)
+    said = check.unproven_stack(machine(FLASH, stack={"torch": "2.14.0"}), tmp_path)
+    assert said.endswith("was made with torch 2.11.0+cu130 and triton 3.6.0")
 
 
 def test_the_check_says_the_stack_and_is_not_stopped_by_it(monkeypatch, capsys):
@@ -203,5 +214,6 @@ def test_serve_tells_the_health_check_its_port(monkeypatch, tmp_path):
     monkeypatch.setenv(launch.SERVING, str(tmp_path / "serving"))
     launch.main(["serve", "deepseek-v4-flash"])
     assert (tmp_path / "serving").read_text() == "8000"
-    launch.main(["serve", "deepseek-v4-flash", "--port", "8123"])
-    assert (tmp_path / "serving").read_text() == "8123"
+    for flags in (["--port", "8123"], ["--port=8123"], ["--port", "8001", "--port=8123", "--host", "0.0.0.0"]):
+        launch.main(["serve", "deepseek-v4-flash", *flags])
+        assert (tmp_path / "serving").read_text() == "8123"

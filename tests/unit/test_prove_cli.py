@@ -47,6 +47,20 @@ def test_no_engine_is_no_proof(tmp_path, capsys, monkeypatch):
     assert code == 1 and "NOT passed (incomplete)" in said and "its engine did not start" in said
 
 
+@pytest.mark.parametrize("states, code, said", [
+    (["equal", "differs"], 0, "1 of 2 comparisons differ;"),
+    (["equal", "equal"], 1, "0 of 2 comparisons differ;"),  # stock shows no difference: the workload cannot fail
+    (["failed", "not run"], 1, "0 of 2 comparisons differ (incomplete);"),
+])
+def test_a_contrast_holds_only_if_something_differs(states, code, said, monkeypatch, capsys):
+    rows = [{"state": state} for state in states]
+    data = {"verb": "contrast", "subject": "s", "rows": rows, "passed": "differs" not in states,
+            "complete": "failed" not in states}
+    monkeypatch.setattr(cli, "run", lambda args, screen: data)
+    assert cli.main(["rollout", "--recipe", "deepseek-v4", "--contrast"]) == code
+    assert capsys.readouterr().out.startswith(said)
+
+
 def test_the_cache_folder_becomes_the_engines_home(tmp_path):
     args = cli.parser().parse_args(["warm", "--recipe", "x", "--cache", str(tmp_path / "jit")])
     env = cli.environment(args)
