@@ -1,4 +1,4 @@
-"""Command line of the proofs: parse, call, print, exit. Exit 0: proven (a contrast: something differs); 1: not; 2: wrong usage."""
+"""Command line of the proofs. Exit 0: proven (a contrast: something differs); 1: not; 2: wrong usage."""
 from __future__ import annotations
 
 import argparse
@@ -178,7 +178,7 @@ def run(args, screen: ui.UI) -> dict:
 
 
 def verdict(data: dict) -> tuple[int, str]:
-    """Exit code and the word for it. A contrast claims the opposite of a proof: that this workload can show a difference."""
+    """Exit code and the word for it. A contrast claims the opposite of a proof: this workload can show a difference."""
     if data["verb"] == "contrast":
         differ = sum(row["state"] == "differs" for row in data["rows"])
         return int(not differ), f"{differ} of {len(data['rows'])} comparisons differ"

@@ -112,14 +112,14 @@ def test_every_link_leads_to_a_file_and_to_a_heading_of_it(page):
 
 
 def test_transcripts_count_what_the_lock_counts_and_name_no_digest():
-    """Whoever adds a patch or an overlay file runs docs/make_quickstart.py, make_install.py and make_rebase.py again."""
+    """Whoever adds a patch or an overlay file runs docs/make_quickstart.py, make_install.py, make_rebase.py again."""
     targets = json.loads((ROOT / "patchset.lock").read_text())["targets"].items()
     counts = {(name.partition("@")[0], len(one["patches"]), len(one["paths"])) for name, one in targets
               if name.endswith("/all")}
     for page in ("quickstart", "install", "rebase"):
         text = (ROOT / f"docs/{page}.md").read_text()
-        said = re.findall(r"^\S+: (\w+)\S* \S+: .*\n  (\d+) patches on (\d+) files, (\d+) overlay files, lock …, tree …$",
-                          text, re.MULTILINE)
+        said = re.findall(r"^\S+: (\w+)\S* \S+: .*\n  (\d+) patches on (\d+) files, (\d+) overlay files, "
+                          r"lock …, tree …$", text, re.MULTILINE)
         assert {(name, int(patches), int(files) + int(added)) for name, patches, files, added in said} <= counts, page
         assert said and len(said) == len(re.findall(r"overlay files, lock", text)), page
 
