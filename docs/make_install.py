@@ -97,7 +97,7 @@ def main() -> None:
             folder = Path(work) / title.replace(" ", "-") / "zero-mismatch"
             subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
             text += [f"## {title}", "", *followed(steps, folder)] + ([after, ""] if after else [])
-    text += [f"All of it took {time.monotonic() - started:.0f} s on two cores, with pip's cache warm.", ""]
+    text += [f"All of it took {time.monotonic() - started:.0f} s on two cores.", ""]
     (ROOT / "docs/install.md").write_text("\n".join(text))
 
 

@@ -57,7 +57,7 @@ def main() -> None:
         folder = Path(work) / "zero-mismatch"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
         started, text = time.monotonic(), ["# Quickstart: a transcript", ""]
-        text += [f"Made by `docs/make_quickstart.py`, which runs every command below in a fresh clone. {CUT}", ""]
+        text += ["Made by `docs/make_quickstart.py`, which runs every command below in a fresh clone.", CUT, ""]
         for said, command, code in STEPS:
             text += [said, ""] if said else []
             text += ["```", f"$ {command}", *run(command, code, folder), "```", ""]
