@@ -123,6 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.verb == "check":
         return checked(made, invariant, {**os.environ, **({} if args.here else made.environment(invariant))})
     if args.verb == "ray":
+        print(f"{made.name}: {command.status_line(made)}", file=sys.stderr)  # the JSON is on stdout, alone
         print(json.dumps(command.runtime_env(made, invariant), indent=1))
         return 0
     return start(made, args, invariant)

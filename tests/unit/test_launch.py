@@ -112,6 +112,13 @@ def test_ray_workers_get_every_variable_of_the_recipe(name):
     assert said(made, environment=carried) == (["status"] if made.status["state"] == "planned" else [])
 
 
+def test_what_is_handed_to_ray_is_json_and_the_status_is_said_beside_it(capsys):
+    assert launch.main(["ray", "deepseek-v4-flash"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == command.runtime_env(FLASH, True)
+    assert "deepseek-v4-flash: status written" in said.err
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_run_sh_is_the_recipe_and_nothing_else(name, tmp_path):
     """Run it with a vllm and a launch check that only write down what they got."""
