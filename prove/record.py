@@ -34,9 +34,10 @@ def bind(site: pathlib.Path, upstream: str = "vllm", lock_path: pathlib.Path = R
         if not differs:
             return {"state": "locked", "entry": name, "digest": target["digest"]}
         pristine = all(found[path] == entry["before"] for path, entry in target["paths"].items())
-        best = best if best and len(best["differs"]) <= len(differs) else {
-            "state": "pristine" if pristine else "other", "entry": name, "digest": target["digest"],
-            "differs": differs}
+        seen = {"state": "pristine" if pristine else "other", "entry": name, "digest": target["digest"],
+                "differs": differs}
+        # An untouched release is that, though an entry of another release with fewer paths differs in fewer.
+        best = min(filter(None, (best, seen)), key=lambda one: (one["state"] != "pristine", len(one["differs"])))
     return best
 
 

@@ -20,16 +20,24 @@ from prove.ui import UI
 
 ASKED = 3          # times the untouched wheel answers before an answer counts as its own
 NOISE = 0.02
+LENGTHS = (150, 600)  # few: stock vLLM compiles its mHC kernels anew for every number of prefilled tokens, 12 s each
 
 
-def stable(work: workload.Workload, answers: list[Answers]) -> list[workload.Request]:
+def workload_of(tokens: int, vocab: int) -> list[workload.Request]:
+    """About `tokens` sampled tokens over the LENGTHS of prompts."""
+    each = workload.TOKENS_A_REQUEST
+    return [workload.Request(f"v{i}", workload.prompt(LENGTHS[i % len(LENGTHS)], vocab, seed=i), each, seed=i)
+            for i in range(max(len(LENGTHS), tokens // each))]
+
+
+def stable(asked: list[workload.Request], answers: list[Answers]) -> list[workload.Request]:
     """The requests that got the same tokens and words every time."""
     def same(request) -> bool:
         figures = Figures()
         for other in answers[1:]:
             figures.add(request.id, answers[0].decoded(request.id), other.decoded(request.id))
         return figures.equal
-    return [r for r in work.requests if same(r)]
+    return [r for r in asked if same(r)]
 
 
 def unchanged(recipe: Recipe, ui: UI, *, pristine: pathlib.Path, tokens: int, concurrent: int, out_tokens: int,
@@ -42,18 +50,18 @@ def unchanged(recipe: Recipe, ui: UI, *, pristine: pathlib.Path, tokens: int, co
     start, environment = engine_start(recipe, False, {"cudagraph_capture_sizes": sorted({1, concurrent})})
     path = os.pathsep.join(filter(None, [str(pristine.resolve()), os.environ.get("PYTHONPATH")]))
     sides = {"off": (start, environment | {"PYTHONPATH": path}), "on": (start, environment)}  # off: as it came
-    work = workload.build(tokens, recipe.vocab)
-    messages = [r.message() for r in work.requests]
+    asked = workload_of(tokens, recipe.vocab)
+    messages = [r.message() for r in asked]
     with Pair(sides, kept, ui, env=env, logs=logs, deadline=deadline, backend=backend, at_once=1) as pair:
         def ask(name: str) -> Answers:
             return Answers(pair.call(name, "run", requests=messages, one_by_one=True)["answers"])
         wheel = [ask("off") for _ in range(ASKED)]
-        patched, chosen, figures = ask("on"), stable(work, wheel), Figures()
+        patched, chosen, figures = ask("on"), stable(asked, wheel), Figures()
         for request in chosen:
             figures.add(request.id, wheel[0].decoded(request.id), patched.decoded(request.id))
-        kept.row({"case": "values", "requests": len(work.requests), "stable_requests": len(chosen),
+        kept.row({"case": "values", "requests": len(asked), "stable_requests": len(chosen),
                   **figures.summary()})
-        ui.say(f"values: {len(chosen)} of {len(work.requests)} requests are stable in the wheel; "
+        ui.say(f"values: {len(chosen)} of {len(asked)} requests are stable in the wheel; "
                f"{figures.differing_words} of their {figures.tokens:,} words differ")
         bench = requests(concurrent, 150, out_tokens, recipe.vocab)
         for name in sides:

@@ -179,6 +179,12 @@ def test_a_patch_that_changes_a_value_while_off_is_found(made, tmp_path, monkeyp
     assert not data["passed"] and data["rows"][0]["differing_words"] > 0
 
 
+def test_the_values_are_compared_over_few_prompt_lengths():
+    asked = unchanged.workload_of(2000, 97)
+    assert {len(r.prompt) for r in asked} == set(unchanged.LENGTHS) and len({r.id for r in asked}) == len(asked) == 14
+    assert sum(r.max_tokens for r in asked) == 1960
+
+
 def test_what_the_wheel_answers_differently_each_time_is_not_held_against_the_patches(made, tmp_path, monkeypatch):
     row = run_unchanged(made("unstable"), tmp_path, monkeypatch)["rows"][0]
     assert 0 < row["stable_requests"] < row["requests"] and row["equal"]

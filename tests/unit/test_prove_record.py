@@ -38,6 +38,16 @@ def test_the_untouched_wheel_is_pristine(tmp_path):
     assert record.bind(site(tmp_path, {"vllm/a.py": "old"}), lock_path=lock(tmp_path, CONTENTS))["state"] == "pristine"
 
 
+def test_an_untouched_release_is_pristine_though_another_ones_smaller_entry_is_nearer(tmp_path):
+    path = lock(tmp_path, {**CONTENTS, "vllm/c.py": ("old", "new")})
+    data = json.loads(path.read_text())
+    small = {"vllm/a.py": {"before": "0" * 64, "after": "1" * 64}}
+    data["targets"]["vllm@0.32.0/hopper"] = {"paths": small, "digest": "d0"}
+    path.write_text(json.dumps(data))
+    found = record.bind(site(tmp_path, {"vllm/a.py": "old", "vllm/c.py": "old"}), lock_path=path)
+    assert (found["state"], found["entry"]) == ("pristine", "vllm@0.33.0/all")
+
+
 def test_one_edited_file_is_named(tmp_path):
     found = record.bind(site(tmp_path, {"vllm/a.py": "edited", "vllm/zero_mismatch/b.py": "added"}),
                         lock_path=lock(tmp_path, CONTENTS))
