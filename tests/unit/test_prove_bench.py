@@ -99,8 +99,12 @@ def test_a_bench_cut_short_has_a_ratio_first_and_then_its_reasons(made, tmp_path
 
 
 def test_three_pairs_bear_a_verdict_though_more_were_wanted_and_two_do_not():
-    assert bench.enough({"pairs": [0.9] * 3}, 5) and bench.enough({"pairs": [0.9]}, 1)
-    assert not bench.enough({"pairs": [0.9] * 2}, 5)
+    assert bench.enough({"pairs": [0.9] * 3, "spread": 0.1}, 5) and bench.enough({"pairs": [0.9], "spread": 0.0}, 1)
+    assert not bench.enough({"pairs": [0.9] * 2, "spread": 0.1}, 5)
+
+
+def test_a_baseline_that_does_not_agree_with_itself_bears_no_verdict():
+    assert not bench.enough({"pairs": [1.0] * 5, "spread": 0.59}, 5)
 
 
 def test_pairs_stop_where_the_profile_would_not_fit(made, tmp_path, monkeypatch):
