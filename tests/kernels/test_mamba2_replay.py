@@ -1,5 +1,6 @@
 """Mamba-2 chunk replay: correct against a sequential fp64 recurrence, and one set of bits however a request is cut."""
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -254,3 +255,11 @@ def test_a_step_that_ends_some_chunks_moves_those_states_alone():
     alone = scene(Q)
     alone.prefill(0)
     assert_same_bits(made.cache.ssm[1], alone.cache.ssm[1], "the state of the chunk that ended")
+
+
+def test_the_ring_adds_what_the_readme_says():
+    shapes = mamba2_replay.ring_shapes((64, 64, 8, 128, mamba2_replay.CHUNK))
+    dtypes = mamba2_replay.ring_dtypes(torch.bfloat16)
+    ring = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    readme = (pathlib.Path(__file__).resolve().parents[2] / "README.md").read_text()
+    assert f"{ring // 1024} KiB a request and layer beside\n{64 * 64 * 128 * 4 // 2**20} MiB of state" in readme
