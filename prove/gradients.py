@@ -5,6 +5,13 @@ construction. `expected` is the reference in fp64; `usual` is the same text in B
 rounds to e4m3: its distance from fp64 is what that costs this model at these inputs, and the bound on the actor is a
 multiple of it (prove/grad.py). A quantised model's weights are on all sides those that its forward multiplies with,
 dequantised: the derivative is taken there and handed to the masters as it is.
+
+Of a quantised model that distance is 20 to 30 %, and a wrong derivative may be smaller. A second comparison (rows with
+`operands`) has both sides of the reference multiply the actor's own operands, so what parts them is BF16 alone. The
+codes are taken from the actor's forward and not rounded anew: a value beside the edge of a code falls to the other side
+in fp64, and such flips, a step of e4m3 each, add up over the layers. Rounded anew, half of the parameters of the tiny
+models on a CPU are off by more than 9 % (Nemotron-H) and 14 % (DeepSeek-V4), at the actor's codes by about 1 %. What
+the second comparison cannot see is a forward that quantises wrongly; the first one is there for that.
 """
 from __future__ import annotations
 
@@ -14,8 +21,8 @@ from unittest import mock
 
 import torch
 
+from prove.grad import TIMES as BF16_TIMES
 from prove.reference_nemotron_h import Reference
-
 
 VALUES = "logprobs"
 FEW = 64     # numbers of a parameter up to which it is judged with the others like it; see held_to_usual
@@ -34,16 +41,22 @@ def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faul
 
     weights = nemotron_h_weights.multiplied(actor.model)
     draws = [_signs(sequences, draw) for draw in range(DRAWS)]
-    found, choices = _of_actor(actor, sequences, draws, micro)
+    found, choices, read = _of_actor(actor, sequences, draws, micro)
     calibrated = nemotron_h_weights.calibrated(actor.model)
-    expected, usual = ([_reference(config, weights, sequences, signs, choices, dtype, scales) for signs in draws]
-                       for dtype, scales in ((torch.float64, {}), (torch.bfloat16, calibrated)))
 
+    def by_reference(dtype, scales=None, read=None):
+        return [_reference(config, weights, sequences, signs, choices, dtype, scales, read) for signs in draws]
+
+    expected, usual = by_reference(torch.float64), by_reference(torch.bfloat16, calibrated)
+    same = [by_reference(dtype, read=read) for dtype in (torch.float64, torch.bfloat16)] if calibrated else None
     sizes = {name: p.numel() for name, p in actor.model.named_parameters()}
 
     def rows(own: list[dict]) -> list[dict]:
-        found = [_row(name, own, expected, usual, *_engine_name(name, weights)) for name in own[0]]
-        return held_to_usual(found, sizes) if calibrated else found
+        def against(*sides):
+            return [_row(name, own, *sides, *_engine_name(name, weights)) for name in own[0]]
+
+        found = against(expected, usual)
+        return held_to_usual(found, sizes) + with_operands(against(*same), sizes) if calibrated else found
 
     broken = {}
     for fault in faults:
@@ -52,15 +65,17 @@ def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faul
     return {"rows": rows(found), "faults": broken, "tokens": sum(len(s) - 1 for s in sequences)}
 
 
-def _of_actor(actor, sequences, draws, micro) -> tuple[list[dict], list[torch.Tensor]]:
-    """({logprobs and gradients by name} for each loss, the experts that were chosen: the same every time)."""
+def _of_actor(actor, sequences, draws, micro) -> tuple[list[dict], list[torch.Tensor], dict[str, torch.Tensor]]:
+    """({logprobs and gradients by name} for each loss, the experts that were chosen and what was read back from FP8:
+    the same every time)."""
     found = []
     for signs in draws:
         values, parts = accumulate(actor, sequences, signs, micro, _noted)
         gradients = {name: g.detach().double().clone() for name, g in actor.gradients().items()}
         found.append({VALUES: values} | gradients)
         actor.ddp.zero_grad_buffer()
-    return found, [torch.cat(layer) for layer in zip(*parts, strict=True)]
+    chosen = [torch.cat(layer) for layer in zip(*(part[0] for part in parts), strict=True)]
+    return found, chosen, {name: torch.cat([part[1][name] for part in parts]) for name in parts[0][1]}
 
 
 def _row(name: str, found, expected, usual, engine: str, factor) -> dict:
@@ -70,17 +85,23 @@ def _row(name: str, found, expected, usual, engine: str, factor) -> dict:
             "usual_error": _error(plain, want), "norm": float(want.norm())}
 
 
-def held_to_usual(rows: list[dict], sizes: dict[str, int]) -> list[dict]:
+def held_to_usual(rows: list[dict], sizes: dict[str, int], times: float = TIMES) -> list[dict]:
     """The rows of a quantised model with the multiple of the usual error that each is held to.
 
-    Both models lose the same by FP8, so a parameter of many numbers is off by the usual error itself: TIMES. One of few
-    (mHC's scales and biases, sinks, decay rates) is off by as much as a few sums happen to cancel, in either model:
+    Both models lose the same by FP8, so a parameter of many numbers is off by the usual error itself: `times`. One of
+    few (mHC's scales and biases, sinks, decay rates) is off by as much as a few sums happen to cancel, in either model:
     those share the largest usual error among them, and prove/grad.py's own multiple.
     """
     few = [sizes.get(row["parameter"], FEW + 1) <= FEW for row in rows]
     shared = max((row["usual_error"] for row, small in zip(rows, few, strict=True) if small), default=0.0)
-    return [row | ({"usual_error": shared} if small else {"times": TIMES})
+    return [row | ({"usual_error": shared} if small else {"times": times})
             for row, small in zip(rows, few, strict=True)]
+
+
+def with_operands(rows: list[dict], sizes: dict[str, int]) -> list[dict]:
+    """The rows of the comparison at the actor's operands. Nothing but BF16 parts its sides, as in a model that is not
+    quantised: prove/grad.py's own multiple, and few numbers share the largest usual error here too."""
+    return [row | {"operands": "the actor's"} for row in held_to_usual(rows, sizes, BF16_TIMES)]
 
 
 def _signs(sequences: list[torch.Tensor], draw: int) -> list[torch.Tensor]:
@@ -110,30 +131,49 @@ def accumulate(actor, sequences, signs, micro, noting) -> tuple[torch.Tensor, li
 
 @contextlib.contextmanager
 def _noted(model):
-    """Collects what the routers choose while it is open. A backward that recomputes a layer calls the same table again,
-    later: that must not be collected."""
-    original, chosen, live = model.kernels, [], [True]
+    """Collects ([experts that the routers choose], {name of a scale: rows read back from FP8}) while it is open. A
+    backward that recomputes a layer calls the same table again, later: that must not be collected."""
+    original, found, live = model.kernels, ([], {}), [True]
+    names = {p.data_ptr(): name for name, p in model.named_parameters() if name.endswith("_scale")}
 
     def note(*arguments):
         weights, ids = original.router_top_k(*arguments)
         if live:
-            chosen.append(ids)
+            found[0].append(ids)
         return weights, ids
 
+    def keep(codes, scale):
+        if live:
+            found[1][names[scale.data_ptr()]] = codes.flatten(1).double() * scale.double()
+        return codes
+
+    def keep_cached(q, k, v, scales, packed):
+        codes, cache = original.quantised.attention.quantise(q, k, v, scales, packed)
+        for part, scale in zip(codes, scales, strict=True):
+            keep(part, scale)
+        return codes, cache
+
     model.kernels = dataclasses.replace(original, router_top_k=note)
+    if names:
+        linear, cached = original.quantised.linear, original.quantised.attention
+        model.kernels = dataclasses.replace(model.kernels, quantised=dataclasses.replace(
+            original.quantised, attention=cached._replace(quantise=keep_cached), linear=linear._replace(
+                quantise=lambda x, scale: keep(linear.quantise(x, scale), scale),
+                square=lambda x, scale: keep(linear.square(x, scale), scale))))
     try:
-        yield chosen
+        yield found
     finally:
         model.kernels = original
         live.clear()
 
 
-def _reference(config, weights, sequences, signs, choices, dtype, scales) -> dict[str, torch.Tensor]:
+def _reference(config, weights, sequences, signs, choices, dtype, scales, read) -> dict[str, torch.Tensor]:
     reference = Reference(config, weights, dtype, scales)
     values, begin = [], 0
     for tokens, sign in zip(sequences, signs, strict=True):  # one graph at a time: the recurrence keeps every state
         end = begin + len(tokens)
-        found = reference.logprobs([tokens], [c[begin:end] for c in choices])
+        found = reference.logprobs([tokens], [c[begin:end] for c in choices],
+                                   {name: rows[begin:end] for name, rows in (read or {}).items()})
         (found * sign).sum().backward()
         values.append(found.detach())
         begin = end

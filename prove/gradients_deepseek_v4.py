@@ -4,6 +4,9 @@
 activations and K rows: its distance from fp64 is what FP8 and BF16 cost this model at these inputs, and the bound on
 the actor is a multiple of it (prove/grad.py). Experts and compressed rows are the actor's own choice on all sides.
 
+The second comparison (gradients.py) rounds to FP8 in fp64 as well, and gives both sides the actor's own values in front
+of its quantisers, but for those inside the routed experts and of the compressed rows, which are rounded anew.
+
 All gradients of one loss are held at once and only sums go on to the next: a gradient in fp64 is as large as four of
 the BF16 models.
 """
@@ -16,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from prove.gradients import DRAWS, VALUES, _signs, accumulate, held_to_usual
+from prove.gradients import DRAWS, VALUES, _signs, accumulate, held_to_usual, with_operands
 from prove.reference_deepseek_v4 import Reference
 
 # Each in the backward alone: a router that learns nothing, mHC's mixing matrix transposed, a norm whose length does not
@@ -50,75 +53,97 @@ class Sums:
 
 def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faults: list[str]) -> dict:
     """rows, and `faults`: the same rows with each fault planted in the actor's backward. See gradients.compare."""
-    cases: dict[str | None, dict[str, Sums]] = {case: {} for case in (None, *faults)}
+    cases: dict[str | None, tuple[dict[str, Sums], ...]] = {case: ({}, {}) for case in (None, *faults)}
     weights = {name: p.detach() for name, p in actor.model.named_parameters()}
-    choices = None
+    seen = None
     for draw in range(DRAWS):
         signs = _signs(sequences, draw)
-        usual = expected = None
-        for case, sums in cases.items():
+        sides = None
+        for case, kinds in cases.items():
             with planted(case) if case else contextlib.nullcontext():
-                values, seen = _of_actor(actor, sequences, signs, micro)
-            choices = choices or seen  # the forward is the same every time
-            if expected is None:
-                usual = _reference(actor, config, weights, sequences, signs, choices, torch.bfloat16, fp8=True)
-                expected = _reference(actor, config, weights, sequences, signs, choices, torch.float64)
+                values, found = _of_actor(actor, sequences, signs, micro)
+            seen = seen or found  # the forward is the same every time
+            if sides is None:
+                sides = [[_reference(actor, config, weights, sequences, signs, seen[:2], *how) for how in pair]
+                         for pair in (((torch.bfloat16, True), (torch.float64, False)),
+                                      ((torch.bfloat16, True, seen[2]), (torch.float64, True, seen[2])))]
             own = {VALUES: values} | actor.gradients()
-            for name, found in own.items():
-                sums.setdefault(name, Sums()).add(found, usual[name], expected[name])
+            for sums, (usual, expected) in zip(kinds, sides, strict=True):
+                for name, gradient in own.items():
+                    sums.setdefault(name, Sums()).add(gradient, usual[name], expected[name])
             actor.ddp.zero_grad_buffer()
     sizes = {name: p.numel() for name, p in actor.model.named_parameters()}
-    rows = {case: held_to_usual([s.row(name) for name, s in sums.items()], sizes) for case, sums in cases.items()}
+    rows = {}
+    for case, kinds in cases.items():
+        rounded, same = ([s.row(name) for name, s in sums.items()] for sums in kinds)
+        rows[case] = held_to_usual(rounded, sizes) + with_operands(same, sizes)
     return {"rows": rows.pop(None), "faults": rows, "tokens": sum(len(s) - 1 for s in sequences)}
 
 
 def _of_actor(actor, sequences, signs, micro):
-    """Fills the actor's gradient buffers -> (logprobs, (experts by layer, rows by compressed layer) of all tokens)."""
+    """Fills the actor's gradient buffers -> (logprobs, (experts by layer, rows by compressed layer, what is quantised
+    by name) of all tokens)."""
     values, parts = accumulate(actor, sequences, signs, micro, noted)
     experts, rows = ([torch.cat(layer) for layer in zip(*(part[kind] for part in parts), strict=True)]
                      for kind in (0, 1))
+    given = {name: torch.cat([part[2][name] for part in parts]) for name in parts[0][2]}
     compressed = [i for i, ratio in enumerate(actor.model.shape.ratios) if ratio == 4]
-    return values, (experts, dict(zip(compressed, rows, strict=True)))
+    return values, (experts, dict(zip(compressed, rows, strict=True)), given)
 
 
 @contextlib.contextmanager
 def noted(model):
-    """Collects ([experts], [rows]) by layer while it is open; a backward that recomputes a layer comes later."""
-    from megatron.zero_mismatch import indexer
+    """Collects ([experts], [rows], {name: what is quantised}) by layer while it is open; a backward that recomputes a
+    layer comes later."""
+    from megatron.zero_mismatch import attention_inputs, indexer, o_proj_fp8
+    from megatron.zero_mismatch.models import deepseek_v4
 
-    original, found, live, select = model.run.kernels, ([], []), [True], indexer.select
+    original, found, live = model.run.kernels, ([], [], {}), [True]
+    names = {id(p): name for name, p in model.named_parameters()}
 
-    def note(kernel):
+    def note(kernel, place):
         def called(*arguments):
-            weights, ids = kernel(*arguments)
+            result = kernel(*arguments)
             if live:
-                found[0].append(ids)
-            return weights, ids
+                found[place].append(result if place else result[1])
+            return result
         return called
 
-    def selected(*arguments):
-        chosen = select(*arguments)
-        if live:
-            found[1].append(chosen)
-        return chosen
+    def taken(function):
+        def called(kernel, x, master, *arguments, **more):
+            if live:
+                found[2][names[id(master)]] = x.detach()
+            return function(kernel, x, master, *arguments, **more)
+        return called
 
-    router = original.router._replace(top_k=note(original.router.top_k), hashed=note(original.router.hashed))
+    def cached(kernel, q, kv, *arguments):
+        if live:
+            layer = sum(name.endswith(".kv") for name in found[2])
+            found[2][f"model.layers.{layer}.attn.kv"] = kv.detach()
+        return q_and_k(kernel, q, kv, *arguments)
+
+    q_and_k = attention_inputs.q_and_k
+    router = original.router._replace(top_k=note(original.router.top_k, 0), hashed=note(original.router.hashed, 0))
     model.run.kernels = dataclasses.replace(original, router=router)
     try:
-        with mock.patch.object(indexer, "select", selected):
+        with (mock.patch.object(indexer, "select", note(indexer.select, 1)),
+              mock.patch.object(deepseek_v4, "linear_fp8", taken(deepseek_v4.linear_fp8)),
+              mock.patch.object(o_proj_fp8, "o_proj_fp8", taken(o_proj_fp8.o_proj_fp8)),
+              mock.patch.object(attention_inputs, "q_and_k", cached)):
             yield found
     finally:
         model.run.kernels = original
         live.clear()
 
 
-def _reference(actor, config, weights, sequences, signs, choices, dtype, fp8=False) -> dict[str, torch.Tensor]:
+def _reference(actor, config, weights, sequences, signs, choices, dtype, fp8, given=None) -> dict[str, torch.Tensor]:
     reference = Reference(config, weights, actor.model.tables, dtype, fp8)
     experts, rows = choices
     values, begin = [], 0
     for tokens, sign in zip(sequences, signs, strict=True):
         part = slice(begin, begin + len(tokens))
-        found = reference.logprobs(tokens, [e[part] for e in experts], {i: r[part] for i, r in rows.items()})
+        found = reference.logprobs(tokens, [e[part] for e in experts], {i: r[part] for i, r in rows.items()},
+                                   {name: x[part] for name, x in (given or {}).items()})
         if len(found):
             (found * sign).sum().backward()
         values.append(found.detach())

@@ -8,7 +8,7 @@ and another choice is another function. In BF16 the same text is the usual BF16 
 
 With `fp8` the same text rounds what the deployment rounds, activations and K rows to e4m3 with a power-of-two scale a
 group, and passes the gradient straight through: what FP8 costs this model, whoever computes it. Masters hold FP8 values
-before the first update, so weights round to themselves.
+before the first update, so weights round to themselves. `given` values replace those that are rounded.
 
 Softmax and means are written out and products are of two matrices each: an engine with batch invariance on replaces
 PyTorch's softmax, mean and bmm in its process, by kernels that know no fp64 or have no derivative
@@ -36,8 +36,11 @@ class Reference:
         narrow = self.dtype == torch.bfloat16 and any(part in name for part in FP32)
         return w.detach().to(torch.float32 if narrow else self.dtype).requires_grad_()
 
-    def logprobs(self, tokens, experts: list[torch.Tensor], rows: dict[int, torch.Tensor]) -> torch.Tensor:
-        """One sequence. experts: [n, k] a layer; rows: {layer: [n, K], -1 where none} -> [n - 1]."""
+    def logprobs(self, tokens, experts: list[torch.Tensor], rows: dict[int, torch.Tensor],
+                 given: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """One sequence. experts: [n, k] a layer; rows: {layer: [n, K], -1 where none}; given: {a projection's weight,
+        or a layer's "attn.kv": [n, ...]}, the values that it quantises -> [n - 1]."""
+        self.given = given or {}
         streams = torch.stack([self.w["model.embed_tokens.weight"][tokens]] * self.c["hc_mult"], 1)
         for i, kind in enumerate(self.c["layer_types"]):
             at, ratio = f"model.layers.{i}.", self.c["compress_rates"].get(kind, 0)
@@ -67,8 +70,14 @@ class Reference:
         stored = stored if columns is None else torch.cat([stored, x[..., columns:].detach()], -1)
         return x + (stored - x.detach())
 
+    def _given(self, x, name):
+        """x with the value that is given for `name`; the gradient passes as it is."""
+        return x if name not in self.given else x + (self.given[name].view_as(x).to(x.dtype) - x.detach())
+
     def _project(self, x, weight):
-        return self._coarse(x) @ weight.T
+        """The value is of the rounded x, the derivative is taken at x itself, as the trainer takes it."""
+        exact = x @ weight.T
+        return exact + (self._coarse(x.detach()) @ weight.detach().T - exact.detach()) if self.fp8 else exact
 
     def _stored(self, rows):
         """K rows: what is not rotated goes through FP8, 64 columns a scale."""
@@ -114,9 +123,10 @@ class Reference:
     def _attention(self, x, at, ratio, chosen):
         n, heads, d, r = len(x), self.c["num_attention_heads"], self.c["head_dim"], self.c["q_lora_rank"]
         places = torch.arange(n, device=x.device)
+        x = self._given(x, at + "fused_wqa_wkv.weight")
         low = self._project(x, self.w[at + "fused_wqa_wkv.weight"])
-        qr = self._rms(low[:, :r], self.w[at + "q_norm.weight"])
-        kv = self._rms(low[:, r:], self.w[at + "kv_norm.weight"])
+        qr = self._given(self._rms(low[:, :r], self.w[at + "q_norm.weight"]), at + "wq_b.weight")
+        kv = self._given(self._rms(low[:, r:], self.w[at + "kv_norm.weight"]), at + "kv")
         q = self._turn(self._rms(self._project(qr, self.w[at + "wq_b.weight"]).view(n, heads, d)), places, ratio)
         keys = self._stored(self._turn(kv, places, ratio))
         age = places[:, None] - places
@@ -136,11 +146,11 @@ class Reference:
         e = torch.exp(scores - top[..., None])
         p = e / (e.sum(-1) + torch.exp(sink - top))[..., None]
         out = torch.stack([p[h] @ self._up(keys) for h in range(heads)], 1).to(self.dtype)
-        out = self._turn(out, places, ratio, back=True)
+        out = self._turn(self._given(out, at + "wo_a.weight"), places, ratio, back=True)
         groups, rank = self.c["o_groups"], self.c["o_lora_rank"]
         wo_a = self.w[at + "wo_a.weight"].view(groups, rank, -1)
         z = torch.stack([self._project(out.view(n, groups, -1)[:, g], wo_a[g]) for g in range(groups)], 1)
-        return self._project(z.flatten(1), self.w[at + "wo_b.weight"])
+        return self._project(self._given(z.flatten(1), at + "wo_b.weight"), self.w[at + "wo_b.weight"])
 
     def _pooled(self, x, at, ratio, d):
         both = self._up(x) @ self._up(self.w[at + "fused_wkv_wgate.weight"]).T
@@ -159,14 +169,15 @@ class Reference:
         starts = torch.arange(len(rows), device=x.device) * ratio
         return self._turn(rows / rms * self._up(self.w[at + "norm.weight"]), starts, ratio)
 
-    def _expert(self, x, w13, w2):
+    def _expert(self, x, w13, w2, name=None):
         limit = self.c["swiglu_limit"]
         gate, up = self._up(self._project(x, w13)).chunk(2, -1)
         gate = torch.where(gate > limit, torch.full_like(gate, limit), gate)
         up = torch.where(up.abs() > limit, torch.sign(up) * limit, up)
-        return self._project((gate / (1 + torch.exp(-gate)) * up).to(self.dtype), w2)
+        return self._project(self._given((gate / (1 + torch.exp(-gate)) * up).to(self.dtype), name), w2)
 
     def _moe(self, x, at, chosen):
+        x = self._given(x, at + "shared_experts.gate_up_proj.weight")
         gate = self._up(x) @ self._up(self.w[at + "gate.weight"]).T
         p = torch.sqrt(torch.log(1 + torch.exp(gate)))
         keep = torch.zeros_like(p).scatter(1, chosen, 1.0)
@@ -177,5 +188,5 @@ class Reference:
         each = zip(self.w[at + "experts.w13_weight"].unbind(), self.w[at + "experts.w2_weight"].unbind(), strict=True)
         for e, (w13, w2) in enumerate(each):
             routed = routed + weight[:, e:e + 1] * self._up(self._expert(x, w13, w2))
-        shared = [self.w[f"{at}shared_experts.{name}.weight"] for name in ("gate_up_proj", "down_proj")]
-        return self._expert(x, *shared) + routed.to(self.dtype)
+        shared = [f"{at}shared_experts.{name}.weight" for name in ("gate_up_proj", "down_proj")]
+        return self._expert(x, *(self.w[name] for name in shared), shared[1]) + routed.to(self.dtype)

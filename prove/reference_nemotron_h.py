@@ -5,7 +5,9 @@ one masked softmax a head; every expert sees every token, and a one-hot matrix k
 autograd's. Weights come by the engine's names. The experts' choice is given from outside (`choices`): it is discrete,
 and another choice is another function. In BF16 the same text is the usual BF16 model, whose error scales the bounds;
 with `scales` it is the usual quantised one: inputs of FP8 projections, queries, keys, values and softmax weights pass
-through e4m3, whose derivative is taken for 1. Weights are the dequantised ones in every case.
+through e4m3, whose derivative is taken for 1. With `read` those inputs are what the actor's forward read back instead;
+the softmax weights are then left alone, at which the trainer takes the derivative too. Weights are the dequantised ones
+in every case.
 
 Means, softmax and log-softmax are written out: an engine with batch invariance on replaces PyTorch's in its process, by
 kernels that compute in fp32 and have no derivative (determinism/batch_invariant.py:1357-1371 of 0.33.0).
@@ -29,11 +31,14 @@ class Reference:
         narrow = self.dtype == torch.bfloat16 and name.endswith((".A", ".gate.weight", "correction_bias"))
         return torch.float32 if narrow else self.dtype
 
-    def logprobs(self, sequences: list[torch.Tensor], choices: list[torch.Tensor]) -> torch.Tensor:
-        """sequences: token ids of each; choices: [all tokens, k] a MoE layer, packed. One logprob a predicted token."""
+    def logprobs(self, sequences: list[torch.Tensor], choices: list[torch.Tensor],
+                 read: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """sequences: token ids of each; choices: [all tokens, k] a MoE layer, packed. One logprob a predicted token.
+        read: {name of a scale: [all tokens, width]}, what is multiplied in the place of that input."""
         found, begin = [], 0
         for tokens in sequences:
             end = begin + len(tokens)
+            self.read = {name: rows[begin:end] for name, rows in (read or {}).items()}
             found.append(self._sequence(tokens, [c[begin:end].long() for c in choices]))
             begin = end
         return torch.cat(found)
@@ -58,6 +63,8 @@ class Reference:
 
     def _through(self, x, name):
         """x as it is read back from e4m3, where `name` has a scale; the gradient passes as it is."""
+        if (given := self.read.get(name)) is not None:
+            return x + (given.to(x.dtype) - x.detach())
         if (scale := self.scales.get(name)) is None:
             return x
         codes = (x.detach().float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)

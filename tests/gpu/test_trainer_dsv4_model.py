@@ -86,7 +86,7 @@ def test_every_gradient_is_near_the_independent_models(model):
 
     tokens, packed = batch(SHORT)
     torch.cuda.reset_peak_memory_stats()
-    with noted(model) as (experts, rows):
+    with noted(model) as (experts, rows, _):
         out = model(tokens, packed)
     signs = torch.randn(len(out), generator=torch.Generator().manual_seed(2)).cuda()
     torch.cuda.synchronize()

@@ -72,7 +72,7 @@ def by_reference(model, config, tokens, packed, experts, rows, dtype=torch.float
 def compared(request):
     model = build(recompute=request.param)
     tokens, packed = batch()
-    with noted(model) as (experts, rows):
+    with noted(model) as (experts, rows, _):
         got = model(tokens, packed)
     want, reference = by_reference(model, CONFIG, tokens, packed, experts, rows)
     return model, packed, got, want, reference

@@ -67,3 +67,12 @@ def test_gradients_are_within_their_bounds_and_every_planted_fault_is_caught(run
     data = run(command=grad.grad)
     assert [row["parameter"] for row in data["rows"] if not row["within"]] == []
     assert len(data["caught"]) == 5 and all(data["caught"].values()), data["caught"]
+
+
+def test_a_fault_smaller_than_the_cost_of_fp8_is_caught_at_the_actors_operands(run, monkeypatch):
+    monkeypatch.setattr(grad, "LENGTHS", (260,))
+    data = run(command=grad.grad)
+    assert [row["parameter"] for row in data["rows"] if not row["within"]] == []
+    caught, at_operands = data["caught"], data["caught_at_operands"]
+    assert caught["attention-sink"] == at_operands["attention-sink"], "too large to show anything"
+    assert len(caught) == 5 and all(at_operands.values()), at_operands

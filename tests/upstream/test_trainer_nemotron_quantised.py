@@ -54,3 +54,12 @@ def test_gradients_are_within_their_bounds_and_every_planted_fault_is_caught(run
     assert [row["parameter"] for row in data["rows"] if not row["within"]] == []
     wanted = {*grad.FAULTS, *gradients.QUANTISED_FAULTS}
     assert set(data["caught"]) == wanted and all(data["caught"].values()), data["caught"]
+
+
+def test_a_fault_smaller_than_the_cost_of_fp8_is_caught_at_the_actors_operands(run, monkeypatch):
+    """Two of 108 tokens lie behind their sequence's first chunk; the last of those predicts nothing."""
+    monkeypatch.setattr(grad, "LENGTHS", (15,) * 6 + (18,))
+    data = run(grad.grad)
+    assert [row["parameter"] for row in data["rows"] if not row["within"]] == []
+    assert data["caught"]["carried-state"] == data["caught_at_operands"]["carried-state"], "too large to show anything"
+    assert all(data["caught_at_operands"].values()), data["caught_at_operands"]
