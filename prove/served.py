@@ -17,6 +17,7 @@ recipe's.
 from __future__ import annotations
 
 import concurrent.futures
+import http.client
 import importlib.util
 import json
 import pathlib
@@ -47,7 +48,7 @@ class Server:
 
     def about(self) -> dict:
         """The version and the tokens of a cache block. Raises EngineError if no vLLM answers there."""
-        version = json.loads(self._ask("/version", None, 30))["version"]
+        version = self._json("/version", None, 30, lambda said: str(said["version"]))
         found = re.search(r'vllm:cache_config_info\{[^}]*\bblock_size="(\d+)"', self._ask("/metrics", None, 30))
         if not found:
             raise EngineError("failed", f"{self.url}/metrics names no block size: is it a vLLM server?")
@@ -77,31 +78,56 @@ class Server:
             "ignore_eos": True, "detokenize": False, "logprobs": 0, "prompt_logprobs": 0 if scored else None,
             "skip_reading_prefix_cache": not request.get("read_cache", False)}}
         headers = {"X-data-parallel-rank": str((index + self.shift) % self.ranks)} if self.ranks > 1 else {}
-        said = json.loads(self._ask(GENERATE, body, max(1.0, deadline - time.monotonic()), headers))
-        return _parsed(said, scored)
+        left = max(1.0, deadline - time.monotonic())
+        return self._json(GENERATE, body, left, lambda said: _parsed(said, request["prompt"], scored), headers)
+
+    def _json(self, path: str, body: dict | None, timeout: float, read, headers: dict[str, str] | None = None):
+        """`read` of what is answered; what it cannot read is another server's answer."""
+        text = self._ask(path, body, timeout, headers)
+        try:
+            return read(json.loads(text))
+        except (ValueError, OverflowError, LookupError, TypeError, AttributeError) as error:
+            raise EngineError("failed", f"{self.url}{path} did not answer as vLLM 0.33.0 does ({type(error).__name__}: "
+                                        f"{error}): {text[:200]!r}\n{STARTED_WITH}") from None
 
     def _ask(self, path: str, body: dict | None, timeout: float, headers: dict[str, str] | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()
         asked = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **(headers or {})})
+        deadline = time.monotonic() + timeout
         try:
             with urllib.request.urlopen(asked, timeout=timeout) as answer:
-                return answer.read().decode()
+                return _read(answer, deadline).decode(errors="replace")
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:500]
             raise EngineError("failed", f"{self.url}{path} answered {error.code}: {said}\n{STARTED_WITH}") from None
-        except (OSError, urllib.error.URLError) as error:
-            raise EngineError("died", f"{self.url}{path}: {error}; {STARTED_WITH}") from None
+        except (OSError, http.client.HTTPException) as error:
+            said = str(error).strip() or type(error).__name__
+            raise EngineError("died", f"{self.url}{path}: {said}; {STARTED_WITH}") from None
 
 
-def _parsed(said: dict, scored: bool) -> dict:
+def _read(answer, deadline: float) -> bytes:
+    """The whole answer. urlopen's time is that of one read, and a server may send a byte at a time for ever."""
+    parts = []
+    while part := answer.read1(1 << 16):
+        parts.append(part)
+        if time.monotonic() > deadline:
+            raise TimeoutError("the answer did not end in time")
+    if answer.length:  # read1 does not mind an answer that was cut off
+        raise http.client.IncompleteRead(b"".join(parts), answer.length)
+    return b"".join(parts)
+
+
+def _parsed(said: dict, prompt: list[int], scored: bool) -> dict:
+    """Raises where `said` is no answer to `prompt`."""
     choice = said["choices"][0]
     content = (choice.get("logprobs") or {}).get("content") or []
     details = (said.get("usage") or {}).get("prompt_tokens_details") or {}
     answer = {"tokens": pack(np.asarray([one["token_id"] for one in content], np.int64)),
-              "words": _words(one["logprob"] for one in content), "cached": details.get("cached_tokens") or 0}
+              "words": _words(one["logprob"] for one in content), "cached": int(details.get("cached_tokens") or 0)}
     if scored:  # one entry a prompt token, by token id; the first has none, nor has what the cache supplied
-        given = [next(iter(one.values())) for one in said.get("prompt_logprobs") or () if one]
-        answer["prompt_words"] = _words(one["logprob"] for one in given)
+        entries = said.get("prompt_logprobs") or ()
+        given = [(one, token) for one, token in zip(entries[::-1], prompt[::-1], strict=False) if one][::-1]
+        answer["prompt_words"] = _words(one[str(token)]["logprob"] for one, token in given)
     return answer
 
 
@@ -140,6 +166,8 @@ CASES = (cases.Case("base", "all requests at once; nothing missing, no NaN", bas
 
 def served(recipe: Recipe, ui: UI, *, url: str, tokens: int, out: pathlib.Path, budget: float) -> dict:
     """Runs the cases against the server at `url` and returns the finished record's data."""
+    if not re.match(r"https?://(\[[\da-fA-F:.]+\]|[^/:\[\]]+)(:\d+)?(/|$)", url):
+        raise ValueError(f"--url {url}: expected http://HOST:PORT, of a server to be compared with itself")
     ranks = recipe.layout("rollout")["data"]
     work = workload.build(tokens, recipe.vocab)
     kept = record.Record("served", recipe.subject, {"sampled_tokens": work.tokens, "requests": len(work.requests),

@@ -1,10 +1,12 @@
 """`prove served` against a server that speaks vLLM's token endpoint: equal passes, what is planted is found."""
 import hashlib
+import http.client
 import http.server
 import json
 import socket
 import sys
 import threading
+import time
 import types
 
 import numpy as np
@@ -15,6 +17,13 @@ from prove import recipe, record, served, ui
 from prove.engine import EngineError, unpack
 
 RANKS = 2
+LOGPROB = '{"choices": [{"logprobs": {"content": [%s]}}]}'
+NONSENSE = {
+    "html": "<html>", "null": "null", "list": "[]", "object": "{}", "no-choice": '{"choices": []}',
+    "no-logprob": LOGPROB % '{"token_id": 1}', "no-token": LOGPROB % '{"logprob": -1.0}',
+    "text": LOGPROB % '{"token_id": 1, "logprob": "x"}',
+    "huge": LOGPROB % '{"token_id": 9223372036854775808, "logprob": -1}',
+    "double": LOGPROB % '{"token_id": 1, "logprob": -0.1}'}
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -30,6 +39,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self._answer(200 if self.path in said else 404, said.get(self.path, ""))
 
     def do_POST(self):
+        if self.server.fault in NONSENSE:
+            return self._answer(200, NONSENSE[self.server.fault])
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.server.fault == "refuses":
             return self._answer(403, '{"error": {"message": "Scale-out endpoints are disabled."}}')
@@ -48,7 +59,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 "usage": {"prompt_tokens_details": {"cached_tokens": answer["cached"]}}}
         if "prompt_words" in answer:
             scored = unpack(answer["prompt_words"]).view(np.float32).astype(float)
-            said["prompt_logprobs"] = [None, *({"5": {"logprob": word, "rank": 1}} for word in scored)]
+            said["prompt_logprobs"] = [None, *({str(token): {"logprob": word, "rank": 1}} for token, word in zip(
+                asked["token_ids"][-len(scored):], scored, strict=True))]
+            if self.server.fault == "other-ids":
+                said["prompt_logprobs"][-1] = {"98": {"logprob": -1.0}}
         self._answer(200, json.dumps(said))
 
     def model(self, params: dict, asked: dict, rank: int) -> dict:
@@ -154,6 +168,46 @@ def test_a_server_without_the_endpoint_is_told_how_to_start(run):
     data = run("refuses")
     assert not data["passed"] and "--enable-scale-out" in data["rows"][0]["error"]
     assert len(data["rows"]) == 1
+
+
+@pytest.mark.parametrize("fault", NONSENSE)
+def test_an_answer_that_is_no_answer_fails_the_case_and_is_shown(run, fault):
+    data = run(fault)
+    assert not data["passed"] and data["rows"][0]["state"] == "failed"
+    said = data["rows"][0]["error"]
+    assert "did not answer as vLLM 0.33.0 does" in said and NONSENSE[fault][:40] in said
+
+
+def test_the_logprob_of_another_prompt_token_is_not_taken_for_the_right_ones(run):
+    data = run("other-ids")
+    assert not data["passed"] and {states(data)[name] for name in ("prefill-batched", "prefill-alone")} == {"failed"}
+
+
+@pytest.mark.parametrize("url", ["nonsense", "localhost:8000", "file:///etc/hosts", "http://host:port", "http://"])
+def test_what_is_no_address_is_refused(run, url):
+    with pytest.raises(ValueError, match="expected http://HOST:PORT"):
+        run(url=url)
+
+
+class Slow:
+    """An answer that comes a byte at a time; length: what is still to come, as http.client counts."""
+
+    def __init__(self, length=None, parts=10**9):
+        self.length, self.parts = length, parts
+
+    def read1(self, most):
+        self.parts -= 1
+        return b"x" if self.parts >= 0 else b""
+
+
+def test_an_answer_that_never_ends_is_given_up():
+    with pytest.raises(TimeoutError, match="did not end in time"):
+        served._read(Slow(), time.monotonic() + 0.05)
+
+
+def test_an_answer_that_was_cut_off_is_no_answer():
+    with pytest.raises(http.client.IncompleteRead):
+        served._read(Slow(length=5, parts=3), time.monotonic() + 5)
 
 
 def test_no_server_says_so(run):
