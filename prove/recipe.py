@@ -81,8 +81,8 @@ def names(root: pathlib.Path = ROOT) -> list[str]:
 
 def load(name: str, tiny: str | None, root: pathlib.Path = ROOT) -> Recipe:
     """Raises ValueError with everything that is wrong with the recipe."""
+    data = _read(name, root)
     path = root / "recipes" / name / "recipe.toml"
-    data = _read(path, root)
     if found := schema.findings(data):
         raise ValueError("\n".join(f"{path}: {one}" for one in found))
     small = schema.small(data)
@@ -91,19 +91,22 @@ def load(name: str, tiny: str | None, root: pathlib.Path = ROOT) -> Recipe:
     return Recipe(name, path.parent, tiny, data)
 
 
-def _read(path: pathlib.Path, root: pathlib.Path) -> dict:
-    """The recipe with its base under it."""
-    if not path.is_file():
-        raise ValueError(f"no recipe {path.parent.name!r}: {path} does not exist; there are: "
-                         f"{', '.join(names(root)) or 'none'}")
+def _read(name: str, root: pathlib.Path, above: tuple[str, ...] = ()) -> dict:
+    """The recipe with its base under it. above: the recipes that it is a base of."""
+    path = root / "recipes" / name / "recipe.toml"
+    if name not in names(root):  # a path is no name: the record is called after it
+        raise ValueError(f"no recipe {name!r}: recipes/{name}/recipe.toml does not exist, or is a path and no name; "
+                         f"there are: {', '.join(names(root)) or 'none'}")
+    if name in above:
+        raise ValueError(f"{path} is its own base, by way of {' and '.join((*above, name))}: drop one `base` line")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
     base = data.pop("base", None)
     if base is None:
         return data
-    below = _read(root / "recipes" / str(base) / "recipe.toml", root)
+    below = _read(str(base), root, (*above, name))
     return laid_over({section: table for section, table in below.items()
                       if schema.kind_of(section) not in schema.NOT_INHERITED}, data)
 

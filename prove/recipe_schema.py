@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "patterns": (_table_of(_text), "a table of regular expressions"),
     "flags": (_modes(lambda value: not isinstance(value, type(None))), "a table of engine flags"),
     "variables": (_modes(lambda value: isinstance(value, str)), "a table of texts: write numbers as \"1\""),
-    "state": (lambda value: value in STATES, "one of " + ", ".join(STATES)),
+    "state": (lambda value: isinstance(value, str) and value in STATES, "one of " + ", ".join(STATES)),
     "platform": (lambda value: value in ("cuda", "rocm"), "cuda or rocm"),
 }
 STATUS = {"state": "state", "evidence": "texts", "missing": "texts"}
