@@ -117,16 +117,16 @@ def main(argv: list[str] | None = None) -> int:
             print("\n".join(f"{path}: {'would change' if args.check else 'written'}" for path in stale) or "up to date")
             return int(args.check and bool(stale))
         made, invariant = recipe.load(args.recipe, None), not args.off
+        if args.verb == "check":
+            return checked(made, invariant, {**os.environ, **({} if args.here else made.environment(invariant))})
+        if args.verb == "ray":
+            print(f"{made.name}: {command.status_line(made)}", file=sys.stderr)  # the JSON is on stdout, alone
+            print(json.dumps(command.runtime_env(made, invariant), indent=1))
+            return 0
+        return start(made, args, invariant)
     except ValueError as error:
         print(f"launch {args.verb}: {error}", file=sys.stderr)
         return 2
-    if args.verb == "check":
-        return checked(made, invariant, {**os.environ, **({} if args.here else made.environment(invariant))})
-    if args.verb == "ray":
-        print(f"{made.name}: {command.status_line(made)}", file=sys.stderr)  # the JSON is on stdout, alone
-        print(json.dumps(command.runtime_env(made, invariant), indent=1))
-        return 0
-    return start(made, args, invariant)
 
 
 if __name__ == "__main__":

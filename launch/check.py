@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from patchset import evidence
 from prove import record
 from prove import recipe_schema as schema
 from prove.recipe import ROOT, Recipe
@@ -94,14 +94,20 @@ def unproven_stack(machine: Machine, folder: Path = ROOT / "evidence") -> str | 
     """What to say if no record that passed was made with these versions of STACK. A remark, not a finding: the kernels'
     rules hold on any stack, only nobody has seen it on this one. Not every record lists them: a client sees vLLM's
     version alone. None on a machine that has no stack: that the engine is missing is a finding."""
-    passed = [data for path in sorted(folder.glob("*.json")) if (data := json.loads(path.read_text()))["passed"]]
-    listed = [engine.get("versions", {}) for data in passed for engine in data["engines"].values()]
-    seen = {tuple(versions[name] for name in STACK) for versions in listed if versions.keys() >= {*STACK}}
+    listed = [engine.get("versions") for data in evidence.all_in(folder) if data.get("passed") is True
+              for engine in _table(data.get("engines")).values() if isinstance(engine, dict)]
+    seen = {tuple(str(versions[name]) for name in STACK) for versions in map(_table, listed)
+            if versions.keys() >= {*STACK}}
     here = tuple(machine.stack.get(name, "none") for name in STACK)
     if not seen or not machine.stack or here in seen:
         return None
     said = [" and ".join(map(" ".join, zip(STACK, versions, strict=True))) for versions in (here, *sorted(seen))]
     return f"{said[0]} here; every record in evidence/ was made with {' or '.join(said[1:])}"
+
+
+def _table(value) -> dict:
+    """What a record, which may be damaged, has where a table belongs."""
+    return value if isinstance(value, dict) else {}
 
 
 def look(made: Recipe, environment: dict[str, str] | None = None,

@@ -11,7 +11,7 @@ def why_not(path: Path, today: set[str]) -> str:
     """Why a record does not bear out a claim, or an empty string. today: the digests of the lock's entries."""
     try:
         record = jsonfile.read(path)
-    except FileNotFoundError:
+    except OSError:
         return "no such record"
     except ValueError as error:
         return f"no JSON: {error}"
@@ -65,11 +65,21 @@ def records(root: Path, today: set[str]) -> list[dict]:
     return found
 
 
+def passed(path: Path) -> bool:
+    """Whether there is a record that says so."""
+    return _read(path).get("passed") is True
+
+
+def all_in(folder: Path) -> list[dict]:
+    """Every record of a folder, a damaged one as an empty one."""
+    return [_read(path) for path in sorted(folder.glob("*.json"))]
+
+
 def _read(path: Path) -> dict:
     """The record, or an empty one where there is none to read."""
     try:
         record = jsonfile.read(path)
-    except ValueError:
+    except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
 

@@ -24,7 +24,12 @@ def bind(site: pathlib.Path, upstream: str = "vllm", lock_path: pathlib.Path = R
     """Which of the lock's entries the tree under `site` is. `state`: locked, pristine, other or unlocked."""
     if not lock_path.is_file():
         return {"state": "unlocked", "why": f"{lock_path.name} does not exist; write it with apply.py export"}
-    targets = {n: t for n, t in json.loads(lock_path.read_text())["targets"].items() if n.startswith(f"{upstream}@")}
+    try:
+        every = json.loads(lock_path.read_text())["targets"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{lock_path} is damaged ({error}): git checkout {lock_path.name}, or apply.py "
+                         "export") from None
+    targets = {n: t for n, t in every.items() if n.startswith(f"{upstream}@")}
     if not targets:
         return {"state": "unlocked", "why": f"{lock_path.name} has no entry for {upstream}"}
     best = None
@@ -63,12 +68,14 @@ def commit(root: pathlib.Path = ROOT) -> str:
 
 
 class Record:
-    """Collected while a command runs and written after every case, so that a killed run leaves what it had."""
+    """Collected while a command runs and written after every case, so that a killed run leaves what it had. A record
+    that passed is not lost to a run that does not: it stays beside it, as NAME.json.passed, until one passes again."""
 
     declared_commit: str | None = None  # said by the user where the tree travels without its history
 
     def __init__(self, verb: str, subject: str, arguments: dict, folder: pathlib.Path):
         self.path = folder / f"{verb}-{subject}.json"
+        self.proof = self.path.with_suffix(".json.passed")
         self.data = {
             "schema": SCHEMA, "verb": verb, "subject": subject,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -106,9 +113,13 @@ class Record:
 
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if evidence.passed(self.path):
+            os.replace(self.path, self.proof)
         partial = self.path.with_suffix(".json.partial")
         partial.write_text(json.dumps(self.data, indent=1, allow_nan=False) + "\n")
         os.replace(partial, self.path)
+        if self.data["passed"]:
+            self.proof.unlink(missing_ok=True)
 
 
 def _site(info: dict) -> pathlib.Path:

@@ -86,6 +86,25 @@ def test_a_stack_that_no_passed_record_was_made_on_is_said(tmp_path):
     assert check.unproven_stack(machine(FLASH, stack={}), tmp_path) is None
 
 
+@pytest.mark.parametrize("text", ["{", "", "[]", "{}", '{"passed": true}', '{"passed": true, "engines": [1]}',
+                                  '{"passed": true, "engines": {"a": 3}}',
+                                  '{"passed": true, "engines": {"a": {"versions": {"torch": [], "triton": 3}}}}'])
+def test_a_damaged_record_does_not_stop_the_check(text, tmp_path):
+    recorded(tmp_path)
+    (tmp_path / "damaged.json").write_text(text)
+    (tmp_path / "folder.json").mkdir()
+    said = check.unproven_stack(machine(FLASH, stack={"torch": "2.14.0"}), tmp_path)
+    assert said.startswith("torch 2.14.0 and triton none here; every record") and "torch 2.11.0+cu130" in said
+
+
+def test_a_damaged_lock_is_said_and_not_thrown(monkeypatch, capsys):
+    def broken(made, environment):
+        raise ValueError("patchset.lock is damaged")
+    monkeypatch.setattr(check, "look", broken)
+    assert launch.main(["check", "deepseek-v4-flash"]) == 2
+    assert "launch check: patchset.lock is damaged" in capsys.readouterr().err
+
+
 def test_records_that_list_no_stack_say_nothing_of_one(tmp_path):
     """A server names vLLM's version alone (`prove served`); `prove counter` keeps the engine's tree and no version."""
     engines = {"served": {"versions": {"vllm": "0.33.0"}}, "with": {"lock": {"state": "locked"}}}

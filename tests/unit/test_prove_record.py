@@ -2,6 +2,7 @@
 import hashlib
 import json
 
+import pytest
 from prove import record
 
 
@@ -82,3 +83,24 @@ def test_a_declared_commit_stands_where_there_is_no_history(tmp_path, monkeypatc
     monkeypatch.setattr(record.Record, "declared_commit", "abc")
     assert record.Record("rollout", "m", {}, tmp_path).data["commit"] == "abc"
     assert record.commit(tmp_path) == "unknown"
+
+
+def test_a_run_that_fails_does_not_cost_the_record_that_passed(tmp_path):
+    def run(passes):
+        kept = record.Record("rollout", "r", {"passes": passes}, tmp_path)
+        kept.row({"case": "base"})
+        kept.finish(True, passes)
+    run(True)
+    run(False)
+    run(False)
+    path, proof = tmp_path / "rollout-r.json", tmp_path / "rollout-r.json.passed"
+    assert json.loads(proof.read_text())["passed"] and not json.loads(path.read_text())["passed"]
+    run(True)
+    assert not proof.exists() and json.loads(path.read_text())["passed"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "null"])
+def test_a_damaged_lock_says_how_to_get_it_back(text, tmp_path):
+    (tmp_path / "patchset.lock").write_text(text)
+    with pytest.raises(ValueError, match="patchset.lock is damaged .*git checkout"):
+        record.bind(tmp_path, lock_path=tmp_path / "patchset.lock")
