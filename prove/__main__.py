@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import sys
@@ -25,6 +26,28 @@ except ModuleNotFoundError as error:
 TURN = "start at once, but time only while holding this file's lock: commands that share a machine time in turns"
 
 
+def count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number above 0")
+    return int(text)
+
+
+def count_or_none(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number; 0 leaves it out")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number above 0")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m prove", description="Proofs on a GPU; records go to evidence/.")
     verbs = top.add_subparsers(dest="verb", required=True)
@@ -40,84 +63,91 @@ def parser() -> argparse.ArgumentParser:
                          help="where the engines' logs and the repros go")
         one.add_argument("--commit", help="the commit to record where the tree travels without its history")
         one.add_argument("--cache", type=pathlib.Path, help="keep the JIT caches here: becomes the engines' HOME")
-        one.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS",
+        one.add_argument("--budget", type=positive, default=3600.0, metavar="SECONDS",
                          help="start no case that would not fit; cases left out are named and fail the run")
         return one
 
     one = verb("rollout", "compare the engine's answers with themselves, word by word")
     one.add_argument("--cases", help="only these, comma separated: " + ", ".join(cases.BY_NAME))
-    one.add_argument("--tokens", type=int, default=20000, help="sampled tokens in the workload (default 20000)")
+    one.add_argument("--tokens", type=count, default=20000, help="sampled tokens in the workload (default 20000)")
     one.add_argument("--contrast", action="store_true", help="the same with batch invariance off")
 
     one = verb("served", "a running server, on any number of GPUs, compared with itself over HTTP")
     one.add_argument("--url", default="http://localhost:8000", help="where it listens (default http://localhost:8000)")
-    one.add_argument("--tokens", type=int, default=20000, help="sampled tokens in the workload (default 20000)")
+    one.add_argument("--tokens", type=count, default=20000, help="sampled tokens in the workload (default 20000)")
 
     one = verb("bisect", "name the first layer and operator where two ways of running a request part")
     one.add_argument("--left", default="decode", help="one way: " + ", ".join(bisect.ARMS))
     one.add_argument("--right", default="prefill-alone", help="the other way")
     one.add_argument("--contrast", action="store_true", help="with batch invariance off")
-    one.add_argument("--tokens", type=int, default=400, help="sampled tokens in the workload (default 400)")
+    one.add_argument("--tokens", type=count, default=400, help="sampled tokens in the workload (default 400)")
 
     one = verb("counter", "show that each patch is needed: without it something differs")
     one.add_argument("--site", type=pathlib.Path, required=True, help="the patched folder; every arm works on a copy")
     one.add_argument("--patches", help="engines only without these, comma separated; other rows of the record stay")
     one.add_argument("--tests-only", action="store_true",
                      help="the Counter-Tests and no engine: needs no GPU, and a later run on the same lock keeps them")
-    one.add_argument("--tokens", type=int, default=2000, help="sampled tokens in the workload (default 2000)")
-    one.add_argument("--at-once", type=int, default=4, help="engines that run side by side (default 4)")
+    one.add_argument("--tokens", type=count, default=2000, help="sampled tokens in the workload (default 2000)")
+    one.add_argument("--at-once", type=count, default=4, help="engines that run side by side (default 4)")
 
     one = verb("bench", "decode throughput, batch invariance on against off, and the loss by operator")
-    one.add_argument("--concurrent", type=int, default=256, help="requests at once (default 256)")
-    one.add_argument("--prompt-tokens", type=int, default=150, help="tokens in each prompt (default 150)")
-    one.add_argument("--out-tokens", type=int, default=3000, help="most tokens sampled by each (default 3000)")
-    one.add_argument("--seconds", type=float, default=120.0, help="a run samples what fits this time (default 120)")
-    one.add_argument("--runs", type=int, default=5, help=f"most pairs of runs (default 5; {bench.PAIRS} are needed)")
+    one.add_argument("--concurrent", type=count, default=256, help="requests at once (default 256)")
+    one.add_argument("--prompt-tokens", type=count, default=150, help="tokens in each prompt (default 150)")
+    one.add_argument("--out-tokens", type=count, default=3000, help="most tokens sampled by each (default 3000)")
+    one.add_argument("--seconds", type=positive, default=120.0, help="a run samples what fits this time (default 120)")
+    one.add_argument("--runs", type=count, default=5, help=f"most pairs of runs (default 5; {bench.PAIRS} are needed)")
     one.add_argument("--turn", type=pathlib.Path, metavar="FILE", help=TURN)
 
     one = verb("unchanged", "batch invariance off: the patched engine against the wheel as it came")
     one.add_argument("--pristine", type=pathlib.Path, required=True, help="a folder that holds the untouched vllm")
-    one.add_argument("--tokens", type=int, default=2000, help="sampled tokens compared (default 2000)")
-    one.add_argument("--concurrent", type=int, default=256, help="requests at once when timing (default 256)")
-    one.add_argument("--out-tokens", type=int, default=512, help="tokens sampled by each when timing (default 512)")
-    one.add_argument("--runs", type=int, default=5, help=f"most pairs of runs (default 5; {bench.PAIRS} are needed)")
+    one.add_argument("--tokens", type=count, default=2000, help="sampled tokens compared (default 2000)")
+    one.add_argument("--concurrent", type=count, default=256, help="requests at once when timing (default 256)")
+    one.add_argument("--out-tokens", type=count, default=512, help="tokens sampled by each when timing (default 512)")
+    one.add_argument("--runs", type=count, default=5, help=f"most pairs of runs (default 5; {bench.PAIRS} are needed)")
     one.add_argument("--turn", type=pathlib.Path, metavar="FILE", help=TURN)
 
     one = verb("train", "rollout against trainer, word by word, before every update; restore; learn")
-    one.add_argument("--updates", type=int, default=50, help="optimizer steps (default 50)")
-    one.add_argument("--groups", type=int, default=16, help="prompts a step (default 16)")
-    one.add_argument("--answers", type=int, default=4, help="answers sampled for each prompt (default 4)")
-    one.add_argument("--out-tokens", type=int, default=64, help="tokens of an answer (default 64)")
-    one.add_argument("--lr", type=float, default=5e-5, help="AdamW's learning rate (default 5e-5)")
-    one.add_argument("--restore-after", type=int, default=5, metavar="UPDATE",
+    one.add_argument("--updates", type=count, default=50, help="optimizer steps (default 50)")
+    one.add_argument("--groups", type=count, default=16, help="prompts a step (default 16)")
+    one.add_argument("--answers", type=count, default=4, help="answers sampled for each prompt (default 4)")
+    one.add_argument("--out-tokens", type=count, default=64, help="tokens of an answer (default 64)")
+    one.add_argument("--lr", type=positive, default=5e-5, help="AdamW's learning rate (default 5e-5)")
+    one.add_argument("--restore-after", type=count_or_none, default=5, metavar="UPDATE",
                      help="save after this one, restore in a fresh process (default 5)")
     one.add_argument("--sleep", type=int, choices=(1, 2), default=0, metavar="LEVEL",
                      help="the engine sleeps during every update: 1 keeps its weights on the host, 2 drops them")
-    one.add_argument("--whole-vocab", type=int, default=0, metavar="ANSWERS",
+    one.add_argument("--whole-vocab", type=count_or_none, default=0, metavar="ANSWERS",
                      help="of so many answers a step, compare the logprob of every token of the vocabulary")
 
     one = verb("async", "rollout and training at the same time, a bounded lag apart; stop and resume; a killed worker")
     one.add_argument("--lag", type=int, default=2, help="most versions between rollout and update (default 2)")
-    one.add_argument("--updates", type=int, default=100, help="optimizer steps (default 100)")
+    one.add_argument("--updates", type=count, default=100, help="optimizer steps (default 100)")
     one.add_argument("--stop-after", type=int, default=60, metavar="UPDATE",
                      help="stop after this one and resume from the files (default 60)")
     one.add_argument("--synchronous", type=int, default=15, metavar="UPDATES",
                      help="synchronous steps to time against (default 15)")
-    one.add_argument("--groups", type=int, default=12, help="prompts an update (default 12)")
-    one.add_argument("--answers", type=int, default=4, help="answers sampled for each prompt (default 4)")
-    one.add_argument("--out-tokens", type=int, default=64, help="tokens of an answer (default 64)")
-    one.add_argument("--lr", type=float, default=2e-5, help="AdamW's learning rate (default 2e-5)")
+    one.add_argument("--groups", type=count, default=12, help="prompts an update (default 12)")
+    one.add_argument("--answers", type=count, default=4, help="answers sampled for each prompt (default 4)")
+    one.add_argument("--out-tokens", type=count, default=64, help="tokens of an answer (default 64)")
+    one.add_argument("--lr", type=positive, default=2e-5, help="AdamW's learning rate (default 2e-5)")
 
     verb("cp", "one batch on one GPU and shared by two: the same words, and the same gradients within rounding")
 
     verb("grad", "every parameter's gradient against an independent fp64 model, and planted faults")
 
     one = verb("cost", "the aligned trainer's time and memory beside the same model in ordinary BF16")
-    one.add_argument("--runs", type=int, default=7, help="most runs of every arm and batch that count (default 7)")
+    one.add_argument("--runs", type=count, default=7, help="most runs of every arm and batch that count (default 7)")
 
     one = verb("warm", "fill the JIT caches and say where the time goes")
     one.add_argument("--off", action="store_true", help="also the kernels used with batch invariance off")
     return top
+
+
+def holding_vllm(option: str, folder: pathlib.Path) -> pathlib.Path:
+    if not (folder / "vllm").is_dir():
+        raise ValueError(f"{option} {folder}: found no vllm there; name the folder that holds it (site-packages, or "
+                         "one made by pip install --target)")
+    return folder
 
 
 def environment(args) -> dict[str, str]:
@@ -141,24 +171,24 @@ def run(args, screen: ui.UI) -> dict:
     common = {"out": args.out, "logs": args.logs, "budget": args.budget, "env": environment(args)}
     match args.verb:
         case "rollout":
-            return rollout.rollout(made, screen, names=args.cases.split(",") if args.cases else None,
+            return rollout.rollout(made, screen, names=None if args.cases is None else args.cases.split(","),
                                    tokens=args.tokens, invariant=not args.contrast,
                                    verb="contrast" if args.contrast else "rollout", **common)
         case "bisect":
             return bisect.bisect(made, screen, arms=(args.left, args.right), tokens=args.tokens,
                                  invariant=not args.contrast, **common)
         case "counter":
-            return counter.counter(made, screen, site=args.site, tokens=args.tokens, at_once=args.at_once,
-                                   patches=args.patches.split(",") if args.patches else None,
+            return counter.counter(made, screen, site=holding_vllm("--site", args.site), tokens=args.tokens,
+                                   at_once=args.at_once, patches=args.patches.split(",") if args.patches else None,
                                    tests_only=args.tests_only, **common)
         case "bench":
             return bench.bench(made, screen, concurrent=args.concurrent, prompt_tokens=args.prompt_tokens,
                                out_tokens=args.out_tokens, seconds=args.seconds, runs=args.runs, turn=args.turn,
                                **common)
         case "unchanged":
-            return unchanged.unchanged(made, screen, pristine=args.pristine, tokens=args.tokens,
-                                       concurrent=args.concurrent, out_tokens=args.out_tokens, runs=args.runs,
-                                       turn=args.turn, **common)
+            return unchanged.unchanged(made, screen, pristine=holding_vllm("--pristine", args.pristine),
+                                       tokens=args.tokens, concurrent=args.concurrent,
+                                       out_tokens=args.out_tokens, runs=args.runs, turn=args.turn, **common)
         case "train":
             return train.train(made, screen, updates=args.updates, groups=args.groups, answers=args.answers,
                                tokens=args.out_tokens, lr=args.lr, restore_after=args.restore_after,
@@ -201,8 +231,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps(data, indent=1))
     else:
-        screen.say(f"{word}{'' if data['complete'] else ' (incomplete)'}; record: {os.path.relpath(args.out)}/"
-                   f"{data['verb']}-{data['subject']}.json")
+        name = f"{os.path.relpath(args.out)}/{data['verb']}-{data['subject']}.json"
+        screen.say(f"{word}{'' if data['complete'] else ' (incomplete)'}; record: {name}")
+        if pathlib.Path(f"{name}.passed").exists():
+            screen.say(f"an earlier record, which passed, is kept: {name}.passed")
     return code
 
 

@@ -142,6 +142,10 @@ class Backend:
         init_batch_invariance()
 
     def _transport(self) -> str:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError("found no GPU, expected one: times on a CPU say nothing of it")
         return "cpu:gloo,cuda:nccl"
 
     def _actor(self):

@@ -199,9 +199,17 @@ def serve(backend_class, commands, answer_fd: int) -> None:
             emit({"result": result})
         except Exception as error:  # noqa: BLE001 - the parent decides what a failed op means; this keeps serving
             traceback.print_exc()
-            emit({"error": f"{type(error).__name__}: {error}"})
+            emit({"error": _said(error)})
             if op == "start":
                 return
+
+
+def _said(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError) and error.name in ("vllm", "megatron", "triton"):
+        text += (f" in {sys.executable}: start prove with the interpreter that the patched engines are installed for, "
+                 "or name their folders in PYTHONPATH (docs/install.md)")
+    return text
 
 
 def backend_class(name: str):

@@ -128,7 +128,8 @@ def train(recipe: Recipe, ui: UI, *, updates: int, groups: int, answers: int, to
         raise ValueError(f"--restore-after {restore_after} needs more than {updates} updates: what is restored is "
                          "compared at the next one; 0 leaves it out")
     if not 0 <= whole_vocab <= groups * answers:
-        raise ValueError(f"--whole-vocab {whole_vocab}: a step has {groups * answers} answers")
+        raise ValueError(f"--whole-vocab {whole_vocab}: a step has {groups * answers} answers (--groups x "
+                         "--answers); ask for as many or fewer")
     kept = record.Record("train", recipe.subject + (f"-asleep-{sleep}" if sleep else ""), {
         "updates": updates, "groups": groups, "answers": answers, "tokens": tokens, "lr": lr,
         "restore_after": restore_after, "learns": updates >= LEARNS, "sleep": sleep, "whole_vocab": whole_vocab,

@@ -39,12 +39,43 @@ def test_misuse_exits_2_and_says_what_there_is(capsys):
     assert cli.main(["bisect", "--recipe", "deepseek-v4", "--tiny", "--left", "decoed"]) == 2
 
 
+@pytest.mark.parametrize("line, said", [
+    ("train --groups 0", "--groups: found '0', expected a whole number above 0"),
+    ("train --updates -5", "--updates: found '-5', expected a whole number above 0"),
+    ("train --restore-after -1", "--restore-after: found '-1', expected a whole number; 0 leaves it out"),
+    ("train --whole-vocab -1", "--whole-vocab: found '-1', expected a whole number; 0 leaves it out"),
+    ("train --lr nan", "--lr: found 'nan', expected a number above 0"),
+    ("train --sleep 3", "--sleep: invalid choice: 3"),
+    ("cost --runs 0", "--runs: found '0', expected a whole number above 0"),
+    ("grad --budget -1", "--budget: found '-1', expected a number above 0"),
+    ("bench --seconds x", "--seconds: found 'x', expected a number above 0"),
+])
+def test_a_number_that_makes_no_sense_is_refused_before_anything_starts(line, said, capsys):
+    verb, *more = line.split()
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([verb, "--recipe", "deepseek-v4", "--tiny", *more])
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb, option", [("counter", "--site"), ("unchanged", "--pristine")])
+def test_a_folder_without_vllm_is_refused_before_anything_starts(verb, option, tmp_path, capsys):
+    assert cli.main([verb, "--recipe", "deepseek-v4", "--tiny", option, str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "found no vllm there; name the folder that holds it" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_case_at_all_is_not_every_case(capsys):
+    assert cli.main(["rollout", "--recipe", "deepseek-v4", "--tiny", "--cases", ""]) == 2
+    assert "no such case" in capsys.readouterr().err
+
+
 def test_no_engine_is_no_proof(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")  # no vLLM here
     code = cli.main(["rollout", "--recipe", "deepseek-v4", "--tiny", "--tokens", "100", "--cases", "twice", "--out",
                      str(tmp_path), "--logs", str(tmp_path)])
     said = capsys.readouterr().out
     assert code == 1 and "NOT passed (incomplete)" in said and "its engine did not start" in said
+    assert "start prove with the interpreter that the patched engines are installed for" in said
 
 
 @pytest.mark.parametrize("states, code, said", [
