@@ -14,6 +14,16 @@ def test_no_record_in_the_repository_is_stale():
     assert not stale, "run these again: " + "; ".join(f"{name}: {why}" for name, why in stale.items())
 
 
+def test_the_readme_quotes_the_records():
+    readme = (ROOT / "README.md").read_text()
+    found = {path.stem: json.loads(path.read_text()) for path in (ROOT / "evidence").glob("*.json")}
+    bench, curve = found["bench-deepseek-v4-tiny"], found["train-nemotron-3.5-lightning-tiny"]["curve"]
+    pairs = ", ".join(f"{pair:.2f}" for pair in bench["pairs"])
+    assert f"{bench['ratio']:.3f}, median of five pairs ({pairs})" in readme
+    first = max(index for index, reward in enumerate(curve, 1) if reward < 1) + 1
+    assert f"rises from {curve[0]:.2f} to {curve[-1]:.2f} (exactly 1 from update {first} on" in readme
+
+
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "patchset.lock").write_text(json.dumps({"targets": {"vllm@0/all": {"digest": "today", "paths": {}}}}))
