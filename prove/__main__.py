@@ -163,7 +163,20 @@ def environment(args) -> dict[str, str]:
     return fixed
 
 
+def writable(option: str, folder: pathlib.Path | None) -> None:
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"{option} {folder}: nothing can be written there ({error.strerror}); name another folder"
+                         ) from None
+
+
 def run(args, screen: ui.UI) -> dict:
+    for option in ("out", "logs", "cache"):
+        writable(f"--{option}", getattr(args, option))
     made = recipe.load(args.recipe, args.tiny)
     if args.verb == "served":
         return served.served(made, screen, url=args.url, tokens=args.tokens, out=args.out, budget=args.budget)
@@ -221,6 +234,10 @@ def main(argv: list[str] | None = None) -> int:
     record.Record.declared_commit = args.commit
     try:
         data = run(args, screen)
+    except KeyboardInterrupt:
+        print(f"prove {args.verb}: interrupted; the record has the rows that were done", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(130)  # a request that is still waited for would keep the process for its whole time
     except ValueError as error:
         print(f"prove {args.verb}: {error}", file=sys.stderr)
         return 2

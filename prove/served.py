@@ -61,14 +61,15 @@ class Server:
         self.salt += fresh
         started = time.monotonic()
         at_once = 1 if one_by_one else len(requests)
-        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-            waiting = [pool.submit(self._answer, index, request, started + timeout)
-                       for index, request in enumerate(requests)]
-            try:
-                answers = {request["id"]: each.result() for request, each in zip(requests, waiting, strict=True)}
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        pool = concurrent.futures.ThreadPoolExecutor(at_once)
+        waiting = [pool.submit(self._answer, index, request, started + timeout)
+                   for index, request in enumerate(requests)]
+        try:
+            answers = {request["id"]: each.result() for request, each in zip(requests, waiting, strict=True)}
+        except BaseException as error:
+            pool.shutdown(wait=isinstance(error, Exception), cancel_futures=True)  # Ctrl-C waits for no server
+            raise
+        pool.shutdown()
         return {"answers": answers, "seconds": round(time.monotonic() - started, 3)}
 
     def _answer(self, index: int, request: dict, deadline: float) -> dict:

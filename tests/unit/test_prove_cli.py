@@ -1,5 +1,9 @@
 """The command line: its options are frozen, misuse exits 2, and what an engine is given."""
+import os
 import pathlib
+import signal
+import socket
+import subprocess
 import sys
 
 import pytest
@@ -62,6 +66,37 @@ def test_a_folder_without_vllm_is_refused_before_anything_starts(verb, option, t
     assert cli.main([verb, "--recipe", "deepseek-v4", "--tiny", option, str(tmp_path), "--out", str(tmp_path)]) == 2
     assert "found no vllm there; name the folder that holds it" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", ["--out", "--logs", "--cache"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(option, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    folders = {"--out": tmp_path, "--logs": tmp_path} | {option: tmp_path / "file" / "x"}
+    line = [str(word) for pair in folders.items() for word in pair]
+    assert cli.main(["rollout", "--recipe", "deepseek-v4", "--tiny", *line]) == 2
+    said = capsys.readouterr().err
+    assert option in said and "nothing can be written there (Not a directory); name another folder" in said
+
+
+def test_ctrl_c_ends_at_once_though_the_server_never_answers(tmp_path):
+    site = tmp_path / "site" / "vllm"
+    site.mkdir(parents=True)
+    (site / "__init__.py").touch()
+    server = socket.create_server(("127.0.0.1", 0), backlog=256)
+    command = [sys.executable, "-m", "prove", "served", "--recipe", "deepseek-v4", "--tiny", "--out", str(tmp_path),
+               "--logs", str(tmp_path), "--url", f"http://127.0.0.1:{server.getsockname()[1]}"]
+    path = os.pathsep.join([str(site.parent), str(recipe.ROOT)])
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}) as started:
+        for body in (b'{"version": "0.33.0"}', b'vllm:cache_config_info{block_size="256"} 1.0'):
+            with server.accept()[0] as asked:
+                asked.recv(1 << 16)
+                asked.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + body)
+        waiting = server.accept()  # the first of the requests: nothing is answered to it
+        started.send_signal(signal.SIGINT)
+        _, said = started.communicate(timeout=20)
+    waiting[0].close()
+    server.close()
+    assert started.returncode == 130 and said == "prove served: interrupted; the record has the rows that were done\n"
 
 
 def test_no_case_at_all_is_not_every_case(capsys):
