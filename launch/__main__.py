@@ -101,9 +101,14 @@ def start(made: recipe.Recipe, args, invariant: bool) -> int:
         return 1
     if args.verb == "serve":
         mark = pathlib.Path(environment.get(SERVING, "/tmp/zero-mismatch-serving"))
-        mark.write_text(command.port(line))
-    os.execvpe(line[0], line, environment)
-    return 1
+        try:
+            mark.write_text(command.port(line))
+        except OSError as error:
+            raise ValueError(f"cannot write {mark}: {error.strerror}; name another file in {SERVING}") from None
+    try:
+        os.execvpe(line[0], line, environment)
+    except OSError as error:
+        raise ValueError(f"cannot start {line[0]}: {error.strerror}; it has to be on PATH, or a path") from None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -97,6 +97,12 @@ def test_a_damaged_record_does_not_stop_the_check(text, tmp_path):
     assert said.startswith("torch 2.14.0 and triton none here; every record") and "torch 2.11.0+cu130" in said
 
 
+def test_a_command_that_is_not_there_is_said_and_not_thrown(monkeypatch, capsys):
+    monkeypatch.setattr(check, "look", lambda made, environment: machine(made))
+    assert launch.main(["train", "deepseek-v4-flash", "no-such-command"]) == 2
+    assert "cannot start no-such-command: No such file or directory" in capsys.readouterr().err
+
+
 def test_a_damaged_lock_is_said_and_not_thrown(monkeypatch, capsys):
     def broken(made, environment):
         raise ValueError("patchset.lock is damaged")
