@@ -1,7 +1,6 @@
 """`prove cost` over the pinned megatron-core as released, on a CPU: its buffers and optimizer around both models."""
 import os
 import pathlib
-import shutil
 
 import pytest
 
@@ -13,23 +12,17 @@ ARMS = ["ordinary", "ordinary, recomputed", "aligned", "aligned, recomputed"]
 
 
 @pytest.fixture
-def run(megatron_tree, tmp_path, monkeypatch):
-    shutil.copytree(ROOT / "overlays" / "megatron" / "megatron" / "zero_mismatch",
-                    megatron_tree / "megatron" / "zero_mismatch", dirs_exist_ok=True)
+def run(actor_env, rollout_overlay, tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "BATCHES", ((5, 5), (3, 20, 7)))
-    overlay = tmp_path / "vllm_overlay"  # the Top-K's reference is the rollout's
-    (overlay / "vllm").mkdir(parents=True)
-    (overlay / "vllm" / "__init__.py").write_text("")
-    shutil.copytree(ROOT / "overlays" / "vllm" / "vllm" / "zero_mismatch", overlay / "vllm" / "zero_mismatch")
-    path = os.pathsep.join(map(str, (megatron_tree, overlay, ROOT / "tests" / "unit")))
+    path = os.pathsep.join((actor_env["PYTHONPATH"], rollout_overlay))
+    env = {**actor_env, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def call(family="nemotron_h", fault=""):
         made = recipe.Recipe("fake", ROOT / "recipes" / FOLDERS[family], "tiny", {
             "tiny": {"model": "tiny", "weights": "tiny/weights.py", "vocab": 64}, "engine": {}})
         return cost.cost(made, ui.UI(json_only=True), runs=1, out=tmp_path, logs=tmp_path / "logs", budget=600.0,
                          backend=str(ROOT / "tests" / "unit" / "cost_fake.py"),
-                         env={"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path, "FAULT": fault, "FAMILY": family,
-                              "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+                         env={**env, "FAULT": fault, "FAMILY": family})
     return call
 
 
