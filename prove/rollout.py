@@ -146,14 +146,6 @@ def line(cells: list) -> str:
                      for i, (c, w) in enumerate(zip(cells, widths, strict=True))).rstrip()
 
 
-def say(ui: UI, row: dict) -> None:
-    """A case's row as it comes, and under it what went wrong."""
-    ui.say(line(render(row)))
-    for text in [*row.get("unmet", [])[:3], row.get("error"), row.get("first")]:
-        if text:
-            ui.say(f"    {text}")
-
-
 def engine_start(recipe: Recipe, invariant: bool, flags: dict | None = None) -> tuple[dict, dict]:
     """The start message and the environment of one engine."""
     merged = recipe.engine_flags(invariant) | (flags or {})
@@ -179,7 +171,10 @@ class Runner:
         with self.lock:
             self.rows.append(row)
             self.kept.row(row)
-            say(self.ui, row)
+            self.ui.say(line(render(row)))
+            for text in [*row.get("unmet", [])[:3], row.get("error"), row.get("first")]:
+                if text:
+                    self.ui.say(f"    {text}")
 
     def run(self, name: str, planned: list[cases.Case], advance) -> None:
         try:

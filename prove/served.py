@@ -32,7 +32,7 @@ from prove import cases, record, workload
 from prove.compare import words
 from prove.engine import EngineError, pack
 from prove.recipe import Recipe
-from prove.rollout import HEADINGS, Context, line, run_case, say
+from prove.rollout import HEADINGS, Context, line, render, run_case
 from prove.ui import UI
 
 GENERATE = "/inference/v1/generate"
@@ -186,7 +186,10 @@ def served(recipe: Recipe, ui: UI, *, url: str, tokens: int, out: pathlib.Path, 
         row = run_case(context, case, server, about["cache_block"], max(1.0, deadline - time.monotonic()))
         rows.append(row)
         kept.row(row)
-        say(ui, row)
+        ui.say(line(render(row)))
+        for text in [*row["unmet"][:3], row.get("error"), row.get("first")]:
+            if text:
+                ui.say(f"    {text}")
         if context.base is None:
             break
     complete = kept.locked and len(rows) > 1 and all(row["state"] in ("equal", "differs") for row in rows)

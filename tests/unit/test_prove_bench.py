@@ -1,5 +1,6 @@
 """Throughput and unchanged-ness on a fake engine: ratios of pairs, the operator table, what counts as noise."""
 import fcntl
+import hashlib
 import json
 import os
 import pathlib
@@ -7,10 +8,9 @@ import subprocess
 import sys
 import time
 
-import one_file_lock
 import pytest
 
-from prove import bench, machine, recipe, ui, unchanged
+from prove import bench, machine, recipe, record, ui, unchanged
 from prove.engine import EngineError
 
 FAKE = str(pathlib.Path(__file__).with_name("prove_fake.py"))
@@ -23,7 +23,12 @@ def made(tmp_path, monkeypatch):
         path = tmp_path / folder / "vllm" / "m.py"
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    one_file_lock.use(tmp_path, monkeypatch, "vllm/m.py", "new", before="old")
+    sha = {text: hashlib.sha256(text.encode()).hexdigest() for text in ("old", "new")}
+    lock = tmp_path / "patchset.lock"
+    lock.write_text(json.dumps({"targets": {"vllm@0/all": {
+        "digest": "d", "paths": {"vllm/m.py": {"before": sha["old"], "after": sha["new"]}}}}}))
+    bind = record.bind
+    monkeypatch.setattr(record, "bind", lambda folder: bind(folder, lock_path=lock))
 
     def make(fault=None, floor=0.88, **settings):
         return recipe.Recipe("fake", tmp_path, None, {

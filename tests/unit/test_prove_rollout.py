@@ -1,10 +1,11 @@
 """The harness end to end on a fake engine in a real subprocess: it passes what is equal and notices what is planted."""
+import hashlib
+import json
 import pathlib
 
-import one_file_lock
 import pytest
 
-from prove import cases, recipe, rollout, ui
+from prove import cases, recipe, record, rollout, ui
 from prove.engine import Engine, EngineError
 
 FAKE = str(pathlib.Path(__file__).with_name("prove_fake.py"))
@@ -16,7 +17,12 @@ def run(tmp_path, monkeypatch):
     module = tmp_path / "site" / "vllm" / "m.py"
     module.parent.mkdir(parents=True)
     module.write_text("locked")
-    one_file_lock.use(tmp_path, monkeypatch, "vllm/m.py", "locked")
+    sha = hashlib.sha256(b"locked").hexdigest()
+    lock = tmp_path / "patchset.lock"
+    lock.write_text(json.dumps({"targets": {"vllm@0/all": {
+        "digest": "d", "paths": {"vllm/m.py": {"before": None, "after": sha}}}}}))
+    bind = record.bind
+    monkeypatch.setattr(record, "bind", lambda folder: bind(folder, lock_path=lock))
     monkeypatch.setattr(cases, "EDGE_CHUNKS", (127, 513))
 
     def go(fault=None, names=None, budget=100.0, tokens=100):

@@ -1,4 +1,5 @@
 """`prove served` against a server that speaks vLLM's token endpoint: equal passes, what is planted is found."""
+import hashlib
 import http.client
 import http.server
 import json
@@ -10,10 +11,9 @@ import types
 
 import numpy as np
 import prove_fake
-import one_file_lock
 import pytest
 
-from prove import recipe, served, ui
+from prove import recipe, record, served, ui
 from prove.engine import EngineError, unpack
 
 RANKS = 2
@@ -91,7 +91,12 @@ def run(tmp_path, monkeypatch):
     site = tmp_path / "site" / "vllm"
     site.mkdir(parents=True)
     (site / "__init__.py").write_text("locked")
-    one_file_lock.use(tmp_path, monkeypatch, "vllm/__init__.py", "locked")
+    sha = hashlib.sha256(b"locked").hexdigest()
+    lock = tmp_path / "patchset.lock"
+    lock.write_text(json.dumps({"targets": {"vllm@0/all": {
+        "digest": "d", "paths": {"vllm/__init__.py": {"before": None, "after": sha}}}}}))
+    bind = record.bind
+    monkeypatch.setattr(record, "bind", lambda folder: bind(folder, lock_path=lock))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)

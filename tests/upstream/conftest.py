@@ -2,7 +2,6 @@
 
 The tests of the delivery (test_deliver_*.py) get the real releases as targets: see delivery.py.
 """
-import os
 import shutil
 
 import delivery
@@ -11,7 +10,6 @@ import upstream_source
 
 from patchset import pins
 
-OVERLAYS = upstream_source.ROOT / "overlays"
 # What a release does not have yet, so that there is nothing to hook.
 NOT_THERE = {"0.32.0": {"test_patched_specialised_decode_never_takes_the_approximate_kernel",
                         "test_blocks_are_aligned_to_chunks"}}  # otherwise done there: test_variants_0_32.py
@@ -57,25 +55,6 @@ def vllm_tree(store, tmp_path):
 @pytest.fixture
 def megatron_tree(store, tmp_path):
     return delivery.link_copy(store.tree("megatron"), tmp_path / "megatron")
-
-
-@pytest.fixture
-def actor_env(megatron_tree) -> dict[str, str]:
-    """Of a fake engine with an actor (tests/unit/*_fake*.py): Megatron as released with the overlay in it."""
-    shutil.copytree(OVERLAYS / "megatron" / "megatron" / "zero_mismatch", megatron_tree / "megatron" / "zero_mismatch",
-                    dirs_exist_ok=True)
-    path = os.pathsep.join(map(str, (megatron_tree, upstream_source.ROOT / "tests" / "unit")))
-    return {"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-
-
-@pytest.fixture
-def rollout_overlay(tmp_path) -> str:
-    """A folder for PYTHONPATH with vllm.zero_mismatch alone: the Top-K's reference is the rollout's."""
-    package = tmp_path / "vllm_overlay" / "vllm"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    shutil.copytree(OVERLAYS / "vllm" / "vllm" / "zero_mismatch", package / "zero_mismatch")
-    return str(package.parent)
 
 
 @pytest.fixture

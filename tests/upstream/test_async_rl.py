@@ -1,20 +1,25 @@
 """`prove async` over the pinned megatron-core as released, on a CPU: real worker process, real actor, real files; the
 reference kernels stand for vLLM's on both sides (tests/unit/async_fake.py)."""
+import os
 import pathlib
+import shutil
 
 import pytest
 
 from prove import async_rl, recipe, ui
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+OVERLAY = ROOT / "overlays" / "megatron" / "megatron" / "zero_mismatch"
 SETTINGS = dict(lag=2, updates=8, stop_after=6, synchronous=4, groups=2, answers=2, tokens=6, lr=1e-2)
 
 
 @pytest.fixture
-def run(actor_env, tmp_path, monkeypatch):
+def run(megatron_tree, tmp_path, monkeypatch):
     monkeypatch.setattr(async_rl, "WARM", 2)
+    shutil.copytree(OVERLAY, megatron_tree / "megatron" / "zero_mismatch", dirs_exist_ok=True)
     (tmp_path / "config.json").write_text("{}")
-    env = {**actor_env, "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(map(str, (megatron_tree, ROOT / "tests" / "unit")))
+    env = {"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
     def call(fault=None, backend="async_fake", **changed):
         made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": str(tmp_path), "vocab": 64},

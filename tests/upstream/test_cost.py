@@ -1,6 +1,7 @@
 """`prove cost` over the pinned megatron-core as released, on a CPU: its buffers and optimizer around both models."""
 import os
 import pathlib
+import shutil
 
 import pytest
 
@@ -12,17 +13,23 @@ ARMS = ["ordinary", "ordinary, recomputed", "aligned", "aligned, recomputed"]
 
 
 @pytest.fixture
-def run(actor_env, rollout_overlay, tmp_path, monkeypatch):
+def run(megatron_tree, tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "overlays" / "megatron" / "megatron" / "zero_mismatch",
+                    megatron_tree / "megatron" / "zero_mismatch", dirs_exist_ok=True)
     monkeypatch.setattr(cost, "BATCHES", ((5, 5), (3, 20, 7)))
-    path = os.pathsep.join((actor_env["PYTHONPATH"], rollout_overlay))
-    env = {**actor_env, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    overlay = tmp_path / "vllm_overlay"  # the Top-K's reference is the rollout's
+    (overlay / "vllm").mkdir(parents=True)
+    (overlay / "vllm" / "__init__.py").write_text("")
+    shutil.copytree(ROOT / "overlays" / "vllm" / "vllm" / "zero_mismatch", overlay / "vllm" / "zero_mismatch")
+    path = os.pathsep.join(map(str, (megatron_tree, overlay, ROOT / "tests" / "unit")))
 
     def call(family="nemotron_h", fault=""):
         made = recipe.Recipe("fake", ROOT / "recipes" / FOLDERS[family], "tiny", {
             "tiny": {"model": "tiny", "weights": "tiny/weights.py", "vocab": 64}, "engine": {}})
         return cost.cost(made, ui.UI(json_only=True), runs=1, out=tmp_path, logs=tmp_path / "logs", budget=600.0,
                          backend=str(ROOT / "tests" / "unit" / "cost_fake.py"),
-                         env={**env, "FAULT": fault, "FAMILY": family})
+                         env={"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path, "FAULT": fault, "FAMILY": family,
+                              "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
     return call
 
 

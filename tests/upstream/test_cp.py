@@ -1,6 +1,8 @@
 """`prove cp` over the pinned megatron-core as released, on a CPU: its context-parallel group, its reduce-scatter, its
 distributed optimizer over two gloo ranks; the reference kernels stand for vLLM's."""
+import os
 import pathlib
+import shutil
 
 import pytest
 
@@ -8,17 +10,20 @@ from prove import cp, recipe, train, ui
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "unit"
+OVERLAY = ROOT / "overlays" / "megatron" / "megatron" / "zero_mismatch"
 
 
 @pytest.fixture
-def run(actor_env, tmp_path, monkeypatch):
+def run(megatron_tree, tmp_path, monkeypatch):
+    shutil.copytree(OVERLAY, megatron_tree / "megatron" / "zero_mismatch", dirs_exist_ok=True)
     monkeypatch.setattr(train, "LENGTHS", (1, 3, 16, 17, 20, 5))
     monkeypatch.setattr(cp, "MICRO", 200)
     (tmp_path / "config.json").write_text("{}")
     made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": str(tmp_path), "vocab": 64}, "engine": {}})
+    path = os.pathsep.join(map(str, (megatron_tree, FAKES)))
 
     def call(fault=""):
-        env = {**actor_env, "CP_FAULT": fault}
+        env = {"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path, "TRITON_INTERPRET": "1", "CP_FAULT": fault}
         data = cp.cp(made, ui.UI(json_only=True), out=tmp_path, logs=tmp_path / "logs", budget=600.0, env=env,
                      groups=6, answers=2, tokens=8, lr=1e-3, backend=str(FAKES / "trainer_fake.py"),
                      ranks_backend=str(FAKES / "cp_fake.py"))

@@ -1,6 +1,8 @@
 """`prove train` and `prove grad` over the pinned megatron-core as released, on a CPU: its buffers, its distributed
 optimizer, its checkpoints; the reference kernels stand for vLLM's on both sides (tests/unit/trainer_fake.py)."""
+import os
 import pathlib
+import shutil
 
 import pytest
 
@@ -9,17 +11,20 @@ from prove.engine import EngineError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FAKE = str(ROOT / "tests" / "unit" / "trainer_fake.py")
+OVERLAY = ROOT / "overlays" / "megatron" / "megatron" / "zero_mismatch"
 
 
 @pytest.fixture
-def run(actor_env, tmp_path, monkeypatch):
+def run(megatron_tree, tmp_path, monkeypatch):
     """Runs a command over a site that holds Megatron and the overlay."""
+    shutil.copytree(OVERLAY, megatron_tree / "megatron" / "zero_mismatch", dirs_exist_ok=True)
     monkeypatch.setattr(train, "LENGTHS", (1, 3, 16, 17, 20, 5))
     monkeypatch.setattr(grad, "LENGTHS", (1, 2, 15, 16, 40))
     monkeypatch.setattr(grad, "MICRO", 20)  # three micro-batches
     (tmp_path / "config.json").write_text("{}")
+    path = os.pathsep.join(map(str, (megatron_tree, ROOT / "tests" / "unit")))
     common = {"out": tmp_path, "logs": tmp_path / "logs", "budget": 600.0, "backend": FAKE,
-              "env": actor_env}
+              "env": {"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path, "TRITON_INTERPRET": "1"}}
 
     def call(command, fault=None, **settings):
         made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": str(tmp_path), "vocab": 64},

@@ -2,6 +2,7 @@
 reference kernels on both sides (tests/unit/trainer_fake_dsv4.py). Two updates and a restore."""
 import os
 import pathlib
+import shutil
 
 import pytest
 
@@ -9,15 +10,20 @@ from prove import grad, recipe, train, ui
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FAKE = str(ROOT / "tests" / "unit" / "trainer_fake_dsv4.py")
+OVERLAY = ROOT / "overlays" / "megatron" / "megatron" / "zero_mismatch"
 
 
 @pytest.fixture
-def run(actor_env, rollout_overlay, tmp_path, monkeypatch):
+def run(megatron_tree, tmp_path, monkeypatch):
+    shutil.copytree(OVERLAY, megatron_tree / "megatron" / "zero_mismatch", dirs_exist_ok=True)
     monkeypatch.setattr(train, "LENGTHS", (1, 5, 129))
     monkeypatch.setattr(train, "MICRO", 1)  # one sequence a micro-batch: a CPU's fp32 GEMM takes its order from M
     (tmp_path / "config.json").write_text("{}")
-    path = os.pathsep.join((actor_env["PYTHONPATH"], rollout_overlay))
-    env = {**actor_env, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    overlay = tmp_path / "vllm_overlay"  # the Top-K's reference is the rollout's
+    (overlay / "vllm").mkdir(parents=True)
+    (overlay / "vllm" / "__init__.py").write_text("")
+    shutil.copytree(ROOT / "overlays" / "vllm" / "vllm" / "zero_mismatch", overlay / "vllm" / "zero_mismatch")
+    path = os.pathsep.join(map(str, (megatron_tree, overlay, ROOT / "tests" / "unit")))
 
     def call(fault=None, updates=2, command=train.train, **more):
         made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": str(tmp_path), "vocab": 64},
@@ -25,7 +31,8 @@ def run(actor_env, rollout_overlay, tmp_path, monkeypatch):
         settings = {} if command is grad.grad else {"updates": updates, "groups": 3, "answers": 2, "tokens": 4,
                                                     "lr": 1e-2, "restore_after": updates // 2, **more}
         return command(made, ui.UI(json_only=True), **settings, out=tmp_path, logs=tmp_path / "logs", budget=900.0,
-                       backend=FAKE, env=env)
+                       backend=FAKE, env={"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path,
+                                          "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
     return call
 
 

@@ -1,6 +1,8 @@
 """`prove train` and `prove grad` for the quantised Nemotron-H over the pinned megatron-core, on a CPU: codes and scales
 in the engine, BF16 masters in the actor, reference kernels on both sides (trainer_fake_nemotron_quantised.py)."""
+import os
 import pathlib
+import shutil
 
 import pytest
 
@@ -8,15 +10,18 @@ from prove import grad, gradients, recipe, train, ui
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FAKE = str(ROOT / "tests" / "unit" / "trainer_fake_nemotron_quantised.py")
+OVERLAY = ROOT / "overlays" / "megatron" / "megatron" / "zero_mismatch"
 
 
 @pytest.fixture
-def run(actor_env, tmp_path, monkeypatch):
+def run(megatron_tree, tmp_path, monkeypatch):
+    shutil.copytree(OVERLAY, megatron_tree / "megatron" / "zero_mismatch", dirs_exist_ok=True)
     monkeypatch.setattr(train, "LENGTHS", (1, 5, 17))
     monkeypatch.setattr(train, "MICRO", 1)  # one sequence a micro-batch: a CPU's fp32 GEMM takes its order from M
     monkeypatch.setattr(grad, "LENGTHS", (1, 2, 15, 16, 40))
     monkeypatch.setattr(grad, "MICRO", 20)
     (tmp_path / "config.json").write_text("{}")
+    path = os.pathsep.join(map(str, (megatron_tree, ROOT / "tests" / "unit")))
 
     def call(command=train.train, fault=None, updates=3):
         made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": str(tmp_path), "vocab": 64},
@@ -24,7 +29,8 @@ def run(actor_env, tmp_path, monkeypatch):
         settings = {} if command is grad.grad else {"updates": updates, "groups": 3, "answers": 2, "tokens": 6,
                                                     "lr": 1e-2, "restore_after": 1}
         return command(made, ui.UI(json_only=True), **settings, out=tmp_path, logs=tmp_path / "logs", budget=900.0,
-                       backend=FAKE, env={**actor_env, "OMP_NUM_THREADS": "1"})
+                       backend=FAKE, env={"FAKE_SITE": str(megatron_tree), "PYTHONPATH": path,
+                                          "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
     return call
 
 
