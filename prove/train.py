@@ -230,4 +230,5 @@ def _say(ui: UI, row: dict) -> None:
                if row["sleep"] else "")
             + ("; whole vocabulary: {words:,} words, {differing_words} differ".format(**row["whole_vocab"])
                if row["whole_vocab"] else "")
-            + ("" if row.get("same", True) else "; NOT what the first process had"))
+            + ("" if row.get("same", True) else "; NOT what the first process had")
+            + ("" if row.get("learned_same", True) else "; learned other weights than the first process"))

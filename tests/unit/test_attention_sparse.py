@@ -94,6 +94,15 @@ def test_blocks_of_queries_do_not_change_the_gradient(monkeypatch):
         assert torch.allclose(a, b, rtol=1e-12)
 
 
+def test_entries_of_a_row_are_added_up_and_those_without_one_add_nothing():
+    generator = torch.Generator().manual_seed(0)
+    listed = torch.randint(-1, 9, (50, 6), generator=generator).int()  # every row about 30 times
+    dk = torch.randn(50, 6, 4, dtype=torch.float64, generator=generator) * (listed >= 0)[..., None]
+    want = torch.zeros(10, 4, dtype=torch.float64)  # nobody lists the tenth row
+    want.index_add_(0, listed.flatten().clamp(min=0).long(), dk.flatten(0, 1))
+    assert torch.allclose(module._by_row(dk, listed, 10), want, rtol=1e-13, atol=1e-13)
+
+
 def test_changed_sink_is_refused_in_backward():
     (q, rows, sink), lists = scene()
     out = run(q, rows, sink, *lists)

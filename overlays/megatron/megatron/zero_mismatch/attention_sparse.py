@@ -12,9 +12,14 @@ Backward: the softmax is computed again in fp32 from the listed rows, queries bl
     dp = dout k.T;   dl = p * (dp - dout . out);   dq = scale * dl k;   dk = scale * dl.T q + p.T dout
     dsink = -p_sink * dout . out
 
-dk is added up over the queries that list a row (index_add_, in fp32; order free unless torch's deterministic
-algorithms are on). Gradients reach q, rows and sink; lists, scale and kernel get None: the choice of rows is a
-constant, as the indexer is not trained.
+dk is added up over the queries that list a row, in fp32 and without atomics, so that two backwards have the same bits.
+PyTorch's derivative of an embedding does it: sorts a block's entries by row, stably, adds each row's by tens and then
+the tens, or walks up to 3,072 entries in their order (aten/src/ATen/native/cuda: EmbeddingBackwardKernel.cu,
+Embedding.cu). Gradients reach q, rows and sink; lists, scale and kernel get None: the choice of rows is a constant, as
+the indexer is not trained.
+
+Memory of the backward: a block's gathered rows, its dk and the sums by tens, each up to BLOCK_BYTES (or what one
+query's list takes), and two fp32 copies of rows: the total and the block's part of it.
 
 q: [T, heads, D] bf16; rows: [R, D] bf16; indices: [T, W] int32; lengths: [T] int32; sink: [heads] fp32.
 Upstream: vllm/models/deepseek_v4/nvidia/flashmla.py:305-422, common/ops/cache_utils.py:752.
@@ -72,6 +77,16 @@ def _softmax(logits, dead, sink):
     return e / total[..., None], e_sink / total
 
 
+def _by_row(dk, listed, count: int) -> torch.Tensor:
+    """[count, D]: what one block's entries add to each row. dk: [C, W, D], 0 where an entry has no row; listed: [C, W]
+    int32."""
+    listed = listed.flatten()
+    # Entries without a row are spread over all of them: in each column one thread adds up a row's tens.
+    anywhere = torch.arange(len(listed), device=listed.device, dtype=listed.dtype) % count
+    target = torch.where(listed < 0, anywhere, listed)
+    return torch.ops.aten.embedding_dense_backward(dk.flatten(0, 1), target, count, -1, False)
+
+
 def reference(q, rows, indices, lengths, sink, scale: float) -> torch.Tensor:
     """Plain PyTorch, in the wide type, rounded once."""
     k, dead = _listed(rows, indices, lengths)
@@ -116,11 +131,8 @@ class _Attend(torch.autograd.Function):
             along = (p * dp).sum(-1)  # dout . out
             dl = p * (dp - along[..., None]) * ctx.scale
             dq[part] = product(dl, k).to(q.dtype)
-            dk = product(torch.cat([dl, p], 1).mT, both)
-            listed = indices[part].flatten().long()
-            # An entry without a row has p = 0, hence dk = 0; spread over all rows, for adds to one row wait in line.
-            anywhere = torch.arange(len(listed), device=q.device) % len(rows)
-            drows.index_add_(0, torch.where(listed < 0, anywhere, listed), dk.flatten(0, 1))
+            # An entry without a row has p = 0, hence dk = 0.
+            drows += _by_row(product(torch.cat([dl, p], 1).mT, both), indices[part], len(rows))
             dsink -= (p_sink * along).sum(0)
         return None, dq, drows.to(rows.dtype), dsink.to(sink.dtype), None, None, None, None
 

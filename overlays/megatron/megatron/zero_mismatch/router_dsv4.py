@@ -83,6 +83,7 @@ class _Route(torch.autograd.Function):
         total = p.sum(-1, keepdim=True)
         dp = ctx.factor / total * (grad - (grad * p).sum(-1, keepdim=True) / total)
         dchosen = torch.where(p > 0, dp * torch.sigmoid(chosen) / (2 * p), 0)
+        # A row's ids are distinct, so no two adds meet.
         return None, torch.zeros_like(logits).scatter_add(1, ids.long(), dchosen.to(logits.dtype)), None
 
 
