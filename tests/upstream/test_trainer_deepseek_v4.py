@@ -42,7 +42,7 @@ def test_fp8_rollout_and_bf16_masters_agree_before_every_update_and_after_restor
     for row in data["rows"]:
         assert row["scored"]["equal"] and row["trained"]["equal"] and row["scored"]["tokens"] == 24
         assert row["norm"] > 0
-    assert data["rows"][2]["same"]
+    assert data["rows"][2]["same"] and data["rows"][2]["learned_same"]
     derived = [row["modes"]["derived"] for row in data["rows"]]
     assert derived == [1, 2, 1], "the engine derives what it keeps besides its parameters at every sync"
 
