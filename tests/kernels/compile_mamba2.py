@@ -15,7 +15,7 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from vllm.zero_mismatch import mamba2_replay, mamba2_scan, mamba2_state  # noqa: E402
+from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan, mamba2_state  # noqa: E402
 
 INTEGERS = ("piece_ptr", "request_ptr", "slots_ptr")
 FLOATS = ("scratch_ptr", "ring_steps_ptr", "states_ptr", "ssm_ptr")
@@ -50,7 +50,8 @@ def state_products(code: dict[str, str], channels: int, state: int) -> dict:
 if __name__ == "__main__":
     heads, head_dim, groups, state = json.loads(sys.argv[1])
     tile = min(mamba2_state.CHANNELS, head_dim)
-    common = {"H": heads, "P": head_dim, "G": groups, "N": state, "Q": mamba2_replay.CHUNK, "BP": tile, "WIDEN": False}
+    common = {"H": heads, "P": head_dim, "G": groups, "N": state, "Q": mamba2_replay.CHUNK,
+              "C": mamba2_pieces.cohorts(groups), "BP": tile, "WIDEN": False}
     scan = {**common, "BM": mamba2_scan.TILE, "BC": min(mamba2_scan.HEADS, heads // groups) * head_dim}
     codes = {"scan": compiled(mamba2_scan._scan_kernel, scan, mamba2_scan.WARPS, mamba2_scan.STAGES),
              "state": compiled(mamba2_state._state_kernel, common, mamba2_state.WARPS, mamba2_state.STAGES)}

@@ -2,8 +2,38 @@
 import torch
 from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan
 
-SMALL = (4, 64, 2, 16, mamba2_replay.CHUNK)  # H, P, G, N, Q: two tiles a chunk, two tiles of channels a head
+# H, P, G, N, Q: four cohorts, two tiles a chunk, two tiles of channels a head, two heads a program of the scan.
+SMALL = (8, 64, 4, 16, mamba2_replay.CHUNK)
 NAN = float("nan")
+
+
+def phases(sizes):
+    """[(heads of a cohort, the row of position 0 in its first chunk)]."""
+    heads, _, groups, _, chunk = sizes
+    count = mamba2_pieces.cohorts(groups)
+    return [(slice(j * heads // count, (j + 1) * heads // count), j * chunk // count) for j in range(count)]
+
+
+def assert_state_is_right(step, tokens, state):
+    """Each head's S against the fp64 recurrence over the tokens of its full chunks. state: [H, P, N]."""
+    heads, head_dim, _, size, chunk = step.sizes
+    zero = torch.zeros(heads, head_dim, size, device=state.device)
+    for of_cohort, phase in phases(step.sizes):
+        end = max((tokens + phase) // chunk * chunk - phase, 0)
+        want, magnitude = (mamba2_replay.recurrence(s, 0, end, zero)[1][of_cohort] if end else zero[of_cohort]
+                           for s in (step, mamba2_replay.absolute(step)))
+        error = (state[of_cohort].double() - want).abs() / magnitude.clamp_min(1e-30)
+        assert error.max() <= mamba2_replay.TOLERANCE, f"heads {of_cohort}, {end} tokens: {error.max():.2e}"
+
+
+def poison_from(cache, slot, tokens, sizes):
+    """NaN in every row of the slot's ring at or after that of position `tokens`."""
+    _, head_dim, groups, state, chunk = sizes
+    for of_cohort, phase in phases(sizes):
+        row, of_group = (tokens + phase) % chunk, sizes[0] // groups
+        cache.x[slot, row:, of_cohort.start * head_dim:of_cohort.stop * head_dim] = NAN
+        cache.b[slot, row:, of_cohort.start // of_group * state:of_cohort.stop // of_group * state] = NAN
+        cache.steps[slot, :, of_cohort, row:] = NAN
 
 
 def ints(rows, device):
@@ -21,7 +51,8 @@ class Scene:
         self.cache = mamba2_replay.new_cache(len(lengths) + 1, sizes, torch.bfloat16, device, NAN)
         self.out = [s.x.new_full(s.x.shape, NAN) for s in self.steps]
         self.done = [0] * len(lengths)
-        self.table = mamba2_pieces.DecodeTable(max(len(lengths), 1), self.chunk, device)
+        self.cohorts = mamba2_pieces.cohorts(sizes[2])
+        self.table = mamba2_pieces.DecodeTable(max(len(lengths), 1), self.chunk, self.cohorts, device)
 
     def _gather(self, requests, counts):
         parts = [mamba2_replay.head(self.steps[r], self.done[r], self.done[r] + n)
@@ -40,8 +71,8 @@ class Scene:
             lengths = ints([self.done[r] + 1 for r in requests], self.device)
             mamba2_replay.decode(step, self.cache, self.table.fill(lengths), slots, out)
         else:
-            pieces = mamba2_pieces.prefill([self.done[r] for r in requests], counts, self.chunk, mamba2_scan.TILE,
-                                           lambda rows: ints(rows, self.device))
+            pieces = mamba2_pieces.prefill([self.done[r] for r in requests], counts, self.chunk, self.cohorts,
+                                           mamba2_scan.TILE, lambda rows: ints(rows, self.device))
             mamba2_replay.prefill(step, self.cache, pieces, slots, out)
         at = 0
         for request, count in zip(requests, counts, strict=True):

@@ -8,10 +8,13 @@ import sys
 
 import pytest
 import torch
-from mamba2_cases import NAN, SMALL, Scene, assert_same_bits, ints, recurrent_update
+from mamba2_cases import (
+    NAN, SMALL, Scene, assert_same_bits, assert_state_is_right, ints, phases, poison_from, recurrent_update,
+)
 from vllm.zero_mismatch import mamba2_decay, mamba2_pieces, mamba2_replay, mamba2_scan
 
 Q = SMALL[-1]
+COHORTS = mamba2_pieces.cohorts(SMALL[2])
 CPU = torch.device("cpu")
 SHORT = Q + mamba2_scan.TILE + 1
 
@@ -38,14 +41,18 @@ def short():
 
 def test_decay_is_within_tolerance_of_fp64(whole):
     step = whole.steps[0]
-    scratch = torch.full((3, 2, SMALL[0], Q), NAN)
-    pieces = mamba2_pieces.prefill([0], [2 * Q + 19], Q, mamba2_scan.TILE, lambda rows: ints(rows, CPU))
+    total = 2 * Q + 19
+    scratch = torch.full((4, 2, SMALL[0], Q), NAN)
+    pieces = mamba2_pieces.prefill([0], [total], Q, COHORTS, mamba2_scan.TILE, lambda rows: ints(rows, CPU))
     mamba2_decay.decay(step, whole.cache, pieces.table, ints([1], CPU), scratch)
-    for piece, (begin, end) in enumerate([(0, Q), (Q, 2 * Q), (2 * Q, 2 * Q + 19)]):
-        expected = mamba2_decay.reference(step.dt[begin:end], step.dt_bias, step.a)
-        for got, want in zip(scratch[piece, :, :, :end - begin], expected, strict=True):
-            error = ((got.T.double() - want) / want).abs().max()
-            assert error <= mamba2_decay.TOLERANCE, f"piece {piece}: relative error {error:.2e}"
+    for of_cohort, phase in phases(SMALL):
+        for piece, row in enumerate(range(0, total + phase, Q)):
+            begin, end = max(row - phase, 0), min(row + Q - phase, total)
+            expected = mamba2_decay.reference(step.dt[begin:end], step.dt_bias, step.a)
+            first = begin + phase - row
+            for got, want in zip(scratch[piece, :, of_cohort, first:first + end - begin], expected, strict=True):
+                error = ((got.T.double() - want[:, of_cohort]) / want[:, of_cohort]).abs().max()
+                assert error <= mamba2_decay.TOLERANCE, f"piece {piece}: relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("raw", [-30.0, -12.0, -1.0, 0.0, 3.0, 19.9, 20.1, 80.0])
@@ -53,24 +60,23 @@ def test_softplus_keeps_small_steps(raw):
     step = mamba2_replay.random_step(1, SMALL, CPU)
     step = mamba2_replay.replace(step, dt=torch.full_like(step.dt, raw), dt_bias=torch.zeros_like(step.dt_bias))
     scratch = torch.full((1, 2, SMALL[0], Q), NAN)
-    pieces = mamba2_pieces.prefill([0], [1], Q, mamba2_scan.TILE, lambda rows: ints(rows, CPU))
+    pieces = mamba2_pieces.prefill([0], [1], Q, COHORTS, mamba2_scan.TILE, lambda rows: ints(rows, CPU))
     cache = mamba2_replay.new_cache(2, SMALL, torch.bfloat16, CPU, NAN)
     mamba2_decay.decay(step, cache, pieces.table, ints([1], CPU), scratch)
     want = torch.nn.functional.softplus(step.dt.double(), threshold=700)
-    assert ((scratch[0, 0, :, 0].double() - want[0]) / want[0]).abs().max() <= mamba2_decay.TOLERANCE
+    for of_cohort, phase in phases(SMALL):
+        got = scratch[0, 0, of_cohort, phase].double()
+        assert ((got - want[0, of_cohort]) / want[0, of_cohort]).abs().max() <= mamba2_decay.TOLERANCE
 
 
 def test_outputs_and_state_are_within_tolerance_of_the_fp64_recurrence(whole):
-    step, full = whole.steps[0], 2 * Q
+    step, total = whole.steps[0], 2 * Q + 19
     zero = torch.zeros(SMALL[0], SMALL[1], SMALL[3])
-    want, _ = mamba2_replay.recurrence(step, 0, full + 19, zero)
-    size, _ = mamba2_replay.recurrence(mamba2_replay.absolute(step), 0, full + 19, zero)
+    want, _ = mamba2_replay.recurrence(step, 0, total, zero)
+    size, _ = mamba2_replay.recurrence(mamba2_replay.absolute(step), 0, total, zero)
     error = (whole.out[0].double().view_as(want) - want).abs() / size
     assert error.max() <= mamba2_replay.TOLERANCE, f"{error.max():.2e}"
-    _, state = mamba2_replay.recurrence(step, 0, full, zero)
-    _, size = mamba2_replay.recurrence(mamba2_replay.absolute(step), 0, full, zero)
-    error = (whole.cache.ssm[1].double() - state).abs() / size
-    assert error.max() <= mamba2_replay.TOLERANCE, f"{error.max():.2e}"
+    assert_state_is_right(step, total, whole.cache.ssm[1])
 
 
 @pytest.mark.parametrize("cuts", [(1,), (15, 16, 17), (Q - 1,), (Q,), (Q + 1,), (7, Q + 5), (2 * Q - 1, 2 * Q + 1),
@@ -98,18 +104,17 @@ def test_decode_reads_no_row_after_its_own(short):
     made = scene(SHORT)
     made.run([0], [3])
     while made.done[0] < SHORT:
-        row = made.done[0] % Q
-        for ring in (made.cache.x[1], made.cache.b[1]):
-            ring[row:] = NAN
-        made.cache.steps[1, :, :, row:] = NAN
+        poison_from(made.cache, 1, made.done[0], SMALL)
         made.run([0], [1], decode=True)
     assert_same_bits(made.out[0], short.out[0], "outputs with later rows poisoned")
 
 
-def test_pieces_of_a_request_end_chunks_but_for_the_last():
+@pytest.mark.parametrize("phase,kept", [(0, [0, 3]), (8, [0, 2, 3]), (24, [0, 2, 3])])
+def test_pieces_of_a_request_end_chunks_but_for_the_last(phase, kept):
     """What the state's walk relies on: it reads the first piece and the last one's end, and knows the rest."""
-    table, requests, tails = mamba2_pieces.cut([0, 5, Q - 1, 7], [2 * Q + 3, 0, Q + 1, 4], Q)
-    assert [request for request, *_ in requests] == [0, 2, 3] and [row[0] for row in tails] == [0, 3]
+    table, requests, tails = mamba2_pieces.cut([0, 5, Q - 1, 7], [2 * Q + 3, 0, Q + 1, 4], Q, phase)
+    assert [request for request, *_ in requests] == [0, 2, 3] and [row[0] for row in tails] == kept
+    assert [piece[7] for piece in table if piece[0] == 0] == [phase] + [0] * (requests[0][2] - 1)
     for request, begin, count, _ in requests:
         pieces = table[begin:begin + count]
         assert [piece[1] for piece in pieces] == list(range(begin, begin + count))
@@ -126,18 +131,17 @@ def test_prefix_is_stable_when_the_rest_of_the_prompt_is_missing(whole):
 
 
 def test_state_changes_at_the_end_of_a_chunk_only():
+    """And no step ends the chunks of two cohorts."""
     made = scene(2 * Q)
-    made.run([0], [Q - 2])
+    made.run([0], [3])
     assert not made.cache.ssm[1].any(), "a new request's state is zero until its first chunk is full"
-    made.decode(0, Q - 1)
-    assert not made.cache.ssm[1].any()
-    made.decode(0, Q)
-    first = made.cache.ssm[1].clone()
-    assert first.any()
-    made.run([0], [Q - 1])
-    assert_same_bits(made.cache.ssm[1], first, "state inside the second chunk")
-    made.decode(0, 2 * Q)
-    assert (made.cache.ssm[1] != first).any()
+    while made.done[0] < 2 * Q:
+        before = made.cache.ssm[1].clone()
+        made.decode(0, made.done[0] + 1)
+        for of_cohort, phase in phases(SMALL):
+            ended = (made.done[0] + phase) % Q == 0
+            assert (made.cache.ssm[1, of_cohort] != before[of_cohort]).any() == ended
+        assert (made.cache.ssm[1] != before).any((1, 2)).sum() <= SMALL[0] // COHORTS
 
 
 def test_preempted_request_recomputes_the_same_bits(short):
@@ -150,16 +154,18 @@ def test_preempted_request_recomputes_the_same_bits(short):
     assert_same_bits(made.out[0], short.out[0], "outputs after a preemption")
 
 
-def test_prefix_hit_equals_miss(whole):
-    """A block boundary is a multiple of Q: S alone is copied to another slot, whose ring holds NaN."""
+@pytest.mark.parametrize("hit", [Q, Q - 5])
+def test_prefix_hit_equals_miss(whole, hit):
+    """S and the ring are copied to another slot, which held NaN, at a block's boundary or anywhere."""
     made = scene(2 * Q + 19, 2 * Q + 19)
-    made.run([0], [Q])
+    made.run([0], [hit])
     made.steps[1] = made.steps[0]
-    made.cache.ssm[2] = made.cache.ssm[1]
-    made.done[1] = Q
+    for page in (made.cache.ssm, made.cache.x, made.cache.b, made.cache.steps):
+        page[2] = page[1]
+    made.done[1] = hit
     made.run([1], [7])
     made.decode(1, 2 * Q + 19)
-    assert_same_bits(made.out[1][Q:], whole.out[0][Q:], "outputs after a prefix hit")
+    assert_same_bits(made.out[1][hit:], whole.out[0][hit:], "outputs after a prefix hit")
 
 
 def test_rows_keep_their_bits_in_any_batch(whole):
@@ -184,7 +190,7 @@ def test_padding_rows_of_a_graph_touch_nothing():
     before = [t.clone() for t in (made.cache.ssm, made.cache.x, made.cache.b, made.cache.steps)]
     step = made._gather([0], [2])
     out = step.x.new_full(step.x.shape, NAN)
-    table = mamba2_pieces.DecodeTable(2, Q, CPU)
+    table = mamba2_pieces.DecodeTable(2, Q, COHORTS, CPU)
     mamba2_replay.decode(step, made.cache, table.fill(ints([0, 0], CPU)), ints([0, 0], CPU), out)
     after = (made.cache.ssm, made.cache.x, made.cache.b, made.cache.steps)
     for old, new in zip(before, after, strict=True):
@@ -241,13 +247,13 @@ def test_compiled_for_sm90_decode_moves_the_state_by_the_products_of_the_prefill
 
 
 def test_a_step_that_ends_some_chunks_moves_those_states_alone():
-    """Decode rows of one batch at the last row of a chunk, one before it, and a graph's padding."""
+    """Decode rows of one batch at the last row of a chunk, one before it, and a graph's padding; first cohort."""
     made = scene(Q, Q, 1)
     made.run([0, 1], [Q - 1, Q - 2])
     made.cache.ssm[0] = 1.0  # the null slot's
     before = made.cache.ssm.clone()
     step = made._gather([0, 1, 2], [1, 1, 1])
-    table = mamba2_pieces.DecodeTable(3, Q, CPU)
+    table = mamba2_pieces.DecodeTable(3, Q, COHORTS, CPU)
     mamba2_replay.decode(step, made.cache, table.fill(ints([Q, Q - 1, 0], CPU)), ints([1, 2, 0], CPU),
                          torch.empty_like(step.x))
     assert (made.cache.ssm[1] != before[1]).any()

@@ -67,6 +67,21 @@ def test_stock_slot_holds_no_ring():
     assert _declared(stock, ON) == (((CONV, STATE), (torch.bfloat16, torch.float32)),) * 2
 
 
+def _copied(source, envs):
+    """What is copied of each state of a slot, in the order of its shapes."""
+    scope = {"envs": envs, "Base": object, "MambaStateCopyFunc": object, "MambaStateCopyFuncCalculator":
+             types.SimpleNamespace(mamba2_state_copy_func=lambda: ("window", "whole"))}
+    return define(source(MODEL), ["NemotronHForCausalLM.get_mamba_state_copy_func"],
+                  scope)["NemotronHForCausalLM"].get_mamba_state_copy_func(None)
+
+
+def test_copies_of_a_slot_take_the_ring_along():
+    """A chunk of three cohorts in four begins before a block does: without its rows a prefix hit would read others."""
+    assert _copied(patched, ON) == ("window", "whole", "whole", "whole", "whole")
+    assert len(_copied(patched, ON)) == len(_declared(patched, ON)[1][0]), "one a state of the slot"
+    assert _copied(patched, OFF) == _copied(stock, ON) == ("window", "whole")
+
+
 def test_other_models_of_the_layer_are_refused():
     layer = define(patched(MIXER), ["MambaMixer2.get_state_shape"], _calculators(ON))["MambaMixer2"]
     with pytest.raises(ValueError, match="found BambaForCausalLM, expected one of NemotronHForCausalLM"):

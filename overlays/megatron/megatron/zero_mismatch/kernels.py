@@ -138,7 +138,7 @@ def _conv1d_programs(packed: Packed) -> SimpleNamespace:
 
 
 @lru_cache(maxsize=4)
-def _mamba2_pieces(packed: Packed):
+def _mamba2_pieces(packed: Packed, groups: int):
     """Without tails: no ring is written."""
     from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan
 
@@ -146,7 +146,7 @@ def _mamba2_pieces(packed: Packed):
         return torch.tensor(rows, dtype=torch.int32).to(packed.device)
 
     pieces = mamba2_pieces.prefill([0] * len(packed.lengths), list(packed.lengths), mamba2_replay.CHUNK,
-                                   mamba2_scan.TILE, to_device)
+                                   mamba2_pieces.cohorts(groups), mamba2_scan.TILE, to_device)
     return replace(pieces, tails=None)
 
 
@@ -175,7 +175,7 @@ def _vllm_mamba2(xbc, dt, a, d, dt_bias, packed: Packed, sizes: mamba2.Sizes) ->
     cache = mamba2_replay.new_cache(2, shape, xbc.dtype, xbc.device, 0.0)
     slots = torch.ones(len(packed.lengths), dtype=torch.int32, device=xbc.device)
     out = torch.empty(xbc.shape[0], sizes.x_width, dtype=xbc.dtype, device=xbc.device)
-    mamba2_replay.prefill(step, cache, _mamba2_pieces(packed), slots, out)
+    mamba2_replay.prefill(step, cache, _mamba2_pieces(packed, sizes.groups), slots, out)
     return out
 
 

@@ -13,7 +13,7 @@ With KEEP the rows also enter the ring (x, B, dt, decay); nothing reads a reques
 import torch
 import triton
 import triton.language as tl
-from vllm.zero_mismatch.mamba2_pieces import END, FIRST, KEEP, NULL_SLOT, REQUEST, TOKEN, WIDTH
+from vllm.zero_mismatch.mamba2_pieces import BEGIN, END, FIRST, KEEP, NULL_SLOT, REQUEST, TOKEN, WIDTH
 
 # Heads of one program. They are independent, so the width changes no bit; 16 heads copy 2 KiB of an x row at once.
 HEADS = 16
@@ -40,30 +40,32 @@ def _decay_kernel(
     dt_ptr, x_ptr, b_ptr, a_ptr, bias_ptr,  # the step
     ring_x_ptr, ring_b_ptr, ring_steps_ptr, scratch_ptr,
     stride_dt, stride_xbc, page_x, page_b, page_steps,
-    H: tl.constexpr, X_WIDTH: tl.constexpr, B_WIDTH: tl.constexpr, Q: tl.constexpr,
+    H: tl.constexpr, X_WIDTH: tl.constexpr, B_WIDTH: tl.constexpr, Q: tl.constexpr, C: tl.constexpr,
     BH: tl.constexpr, BX: tl.constexpr, BB: tl.constexpr, ROWS: tl.constexpr,
 ):
-    index = tl.program_id(0)
-    piece = piece_ptr + index * WIDTH
+    index, cohort, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    piece = piece_ptr + (index * C + cohort) * WIDTH
     slot = tl.load(slots_ptr + tl.load(piece + REQUEST) * stride_slots).to(tl.int64)
     if slot == NULL_SLOT:
         return
     first, end, token = tl.load(piece + FIRST), tl.load(piece + END), tl.load(piece + TOKEN).to(tl.int64)
-    keep = tl.load(piece + KEEP)
-    block = tl.program_id(1)
-    h = block * BH + tl.arange(0, BH)
-    h_ok = h < H
+    begin, keep = tl.load(piece + BEGIN), tl.load(piece + KEEP)
+    # A cohort's heads, and its columns of x and B, are the same share of all.
+    h = cohort * (H // C) + block * BH + tl.arange(0, BH)
+    h_end = (cohort + 1) * (H // C)
+    h_ok = h < h_end
     ring_steps = ring_steps_ptr + slot * page_steps + h * Q
     scratch = scratch_ptr + index.to(tl.int64) * (2 * H * Q) + h * Q
     rate = tl.load(a_ptr + h, mask=h_ok, other=0.0).to(tl.float32) * LOG2_E
     bias = tl.load(bias_ptr + h, mask=h_ok, other=0.0).to(tl.float32)
-    decay = tl.load(ring_steps + H * Q + first - 1, mask=h < tl.where(first > 0, H, 0), other=0.0)
-    cols_x = block * BX + tl.arange(0, BX)
-    cols_b = block * BB + tl.arange(0, BB)
+    decay = tl.load(ring_steps + H * Q + first - 1, mask=h < tl.where(first > begin, h_end, 0), other=0.0)
+    cols_x = cohort * (X_WIDTH // C) + block * BX + tl.arange(0, BX)
+    cols_b = cohort * (B_WIDTH // C) + block * BB + tl.arange(0, BB)
+    x_end, b_end = (cohort + 1) * (X_WIDTH // C), (cohort + 1) * (B_WIDTH // C)
     for row0 in range(first, end, ROWS):
         for i in tl.static_range(ROWS):
             row = row0 + i
-            ok = h < tl.where(row < end, H, 0)
+            ok = h < tl.where(row < end, h_end, 0)
             at = token + row - first
             raw = tl.load(dt_ptr + at * stride_dt + h, mask=ok, other=0.0).to(tl.float32)
             dt = softplus(raw + bias)
@@ -74,10 +76,10 @@ def _decay_kernel(
             else:
                 tl.store(ring_steps + row, dt, mask=ok)
                 tl.store(ring_steps + H * Q + row, decay, mask=ok)
-                x_ok = cols_x < tl.where(row < end, X_WIDTH, 0)
+                x_ok = cols_x < tl.where(row < end, x_end, 0)
                 x = tl.load(x_ptr + at * stride_xbc + cols_x, mask=x_ok)
                 tl.store(ring_x_ptr + slot * page_x + row * X_WIDTH + cols_x, x, mask=x_ok)
-                b_ok = cols_b < tl.where(row < end, B_WIDTH, 0)
+                b_ok = cols_b < tl.where(row < end, b_end, 0)
                 b = tl.load(b_ptr + at * stride_xbc + cols_b, mask=b_ok)
                 tl.store(ring_b_ptr + slot * page_b + row * B_WIDTH + cols_b, b, mask=b_ok)
 
@@ -85,18 +87,21 @@ def _decay_kernel(
 def decay(step, cache, table: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor) -> None:
     """dt and decay of the new rows of every piece: to `scratch` [pieces, 2, H, Q] fp32, or to the ring with the rows.
 
-    step: mamba2_replay.Step; cache: mamba2_replay.Cache; table: [pieces, 8]; slots: [requests] int32.
+    step: mamba2_replay.Step; cache: mamba2_replay.Cache; table: [pieces, C, 8]; slots: [requests] int32.
     """
     heads, head_dim, groups, state, chunk = step.sizes
-    width = min(HEADS, heads)
-    blocks = triton.cdiv(heads, width)
-    _decay_kernel[(table.shape[0], blocks)](
+    pieces, cohorts, _ = table.shape
+    blocks = triton.cdiv(heads // cohorts, HEADS)
+
+    def share(width: int) -> int:
+        return triton.next_power_of_2(triton.cdiv(width // cohorts, blocks))
+
+    _decay_kernel[(pieces, cohorts, blocks)](
         table, slots, slots.stride(0), step.dt, step.x, step.b, step.a, step.dt_bias,
         cache.x, cache.b, cache.steps, scratch,
         step.dt.stride(0), step.x.stride(0), cache.x.stride(0), cache.b.stride(0), cache.steps.stride(0),
-        H=heads, X_WIDTH=heads * head_dim, B_WIDTH=groups * state, Q=chunk,
-        BH=triton.next_power_of_2(width), BX=triton.next_power_of_2(triton.cdiv(heads * head_dim, blocks)),
-        BB=triton.next_power_of_2(triton.cdiv(groups * state, blocks)), ROWS=AHEAD, num_warps=WARPS,
+        H=heads, X_WIDTH=heads * head_dim, B_WIDTH=groups * state, Q=chunk, C=cohorts,
+        BH=share(heads), BX=share(heads * head_dim), BB=share(groups * state), ROWS=AHEAD, num_warps=WARPS,
     )  # fmt: skip
 
 

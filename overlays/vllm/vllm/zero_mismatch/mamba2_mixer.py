@@ -46,11 +46,18 @@ def state_dtypes(base: tuple, config) -> tuple[torch.dtype, ...]:
     return (*base, *mamba2_replay.ring_dtypes(config.model_config.dtype))
 
 
+def state_copies(base: tuple) -> tuple:
+    """How a block's states are copied to the next block and from a prefix hit: the ring whole, as S is."""
+    _, whole = base
+    return (*base, whole, whole, whole)  # x, B, (dt, decay)
+
+
 class Tables:
     """A metadata builder's tables. Decode's has one address for the builder's life; a prefill's are made each step."""
 
     def __init__(self, vllm_config, kv_cache_spec, device) -> None:
-        self.chunk = sizes_of(vllm_config)[-1]
+        _, _, groups, _, self.chunk = sizes_of(vllm_config)
+        self.cohorts = mamba2_pieces.cohorts(groups)
         self.device = device
         if kv_cache_spec.mamba_cache_mode == "align" and kv_cache_spec.block_size % self.chunk:
             raise ValueError(
@@ -59,7 +66,7 @@ class Tables:
             )
         most = vllm_config.scheduler_config.max_num_seqs
         graph = vllm_config.compilation_config.max_cudagraph_capture_size
-        self.decodes = mamba2_pieces.DecodeTable(max(most, graph or 0), self.chunk, device)
+        self.decodes = mamba2_pieces.DecodeTable(max(most, graph or 0), self.chunk, self.cohorts, device)
 
     def decode(self, metadata) -> mamba2_pieces.Pieces | None:
         """Of a step's decode rows, a graph's padding rows included."""
@@ -75,8 +82,8 @@ class Tables:
         def to_device(rows):
             return async_tensor_h2d(rows, dtype=torch.int32, device=self.device)
 
-        return mamba2_pieces.prefill(computed.tolist(), query_start.diff().tolist(), self.chunk, mamba2_scan.TILE,
-                                     to_device)
+        return mamba2_pieces.prefill(computed.tolist(), query_start.diff().tolist(), self.chunk, self.cohorts,
+                                     mamba2_scan.TILE, to_device)
 
 
 @functools.cache
@@ -91,7 +98,7 @@ def _profile(mixer, projected: torch.Tensor) -> None:
     config, sizes = get_current_vllm_config_or_none(), sizes_of(mixer)
     _self_test(sizes, projected.device)
     most = config.scheduler_config.max_num_seqs if config is not None else 256
-    # Each request adds at most two pieces, the ends of its part, to those that full chunks make.
+    # Each request adds at most two pieces, the ends of its part, to those that full chunks make, in every cohort.
     mamba2_replay.prefill_scratch(projected.shape[0] // sizes[-1] + 2 * most, sizes, projected.device)
 
 

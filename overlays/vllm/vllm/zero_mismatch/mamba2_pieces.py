@@ -1,17 +1,28 @@
-"""Pieces: what one step computes of each request, cut at the multiples of the chunk size Q.
+"""Pieces: what one step computes of each request, cut where its chunks of Q rows end.
 
-Position p of a request is row r = p mod Q of its chunk. A piece is one request's part of one chunk: rows [first, end)
-are new in this step, rows [0, first) came earlier and are in the request's ring. The Mamba-2 kernels see pieces only;
-a decode step is a batch of pieces of one row. So the cut of a prompt into steps moves `first` and nothing else.
+The heads are in cohorts whose chunks end at different tokens: position p is row r = (p + j Q / C) mod Q of a chunk of
+cohort j of C. So no decode step ends the chunks of more than one cohort: each Q / C tokens the state of 1 / C of the
+heads moves, where chunks that end together would move all of it in one step of Q. A cohort's first chunk is short, it
+begins at row j Q / C.
+
+A piece is one request's part of one chunk of one cohort: rows [first, end) are new in this step, rows [begin, first)
+came earlier and are in the request's ring, the chunk has no others. The Mamba-2 kernels see pieces only; a decode step
+is a batch of pieces of one row. So the cut of a prompt into steps moves `first` and nothing else.
 
 The tables are int32 and live on the device. Decode's is filled there from the sequence lengths, without a host sync,
 at addresses that never change, so that a captured graph can read it.
 """
+import itertools
+import math
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+
+# Cohorts of whole groups of heads, fewer where they do not divide the model's groups. With four, a decode step in which
+# a chunk ends costs little more than one in which none does.
+COHORTS = 4
 
 # Columns of a piece.
 REQUEST = tl.constexpr(0)   # row of the step's slot list
@@ -21,6 +32,7 @@ END = tl.constexpr(3)       # one past the last new row
 TOKEN = tl.constexpr(4)     # the step's token that is row FIRST
 IN_RING = tl.constexpr(5)   # rows [0, IN_RING) are read from the ring, the others from the step
 KEEP = tl.constexpr(6)      # 1: write the new rows to the ring; 0: their dt and decay go to the step's scratch
+BEGIN = tl.constexpr(7)     # the chunk's first row: 0 but in a cohort's first chunk
 WIDTH = tl.constexpr(8)
 
 # Columns of a request.
@@ -36,8 +48,8 @@ _FILL = 128
 
 @dataclass(frozen=True)
 class Pieces:
-    """table: [pieces, 8] int32; of a prefill also requests: [requests, 4] int32, and tails: [pieces, 8], those whose
-    rows the ring keeps."""
+    """table: [pieces, C, 8] int32; of a prefill also requests: [requests, C, 4] int32, and tails: [pieces, C, 8], those
+    whose rows the ring keeps. A cohort with fewer pieces than another has pieces without rows at the end."""
 
     table: torch.Tensor
     requests: torch.Tensor | None
@@ -45,10 +57,16 @@ class Pieces:
     tiles: int  # most row tiles a piece can have: bounds the grid, programs beyond a piece's end leave at once
 
 
-def cut(computed: list[int], new: list[int], chunk: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Rows of (table, requests, tails) for requests of which `computed` tokens are done and `new` follow.
+def cohorts(groups: int) -> int:
+    return math.gcd(groups, COHORTS)
 
-    A request's pieces lie one after another and all but the last end a chunk; one without new tokens has no row.
+
+def cut(computed: list[int], new: list[int], chunk: int,
+        phase: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """A cohort's rows of (table, requests, tails) for requests of which `computed` tokens are done and `new` follow.
+
+    phase: the row of position 0. A request's pieces lie one after another and all but the last end a chunk; one without
+    new tokens has no row.
     """
     table, requests, tails = [], [], []
     token = 0
@@ -57,45 +75,55 @@ def cut(computed: list[int], new: list[int], chunk: int) -> tuple[list[list[int]
         if not count:
             continue
         while left:
-            first = (done + count - left) % chunk
+            at = done + count - left + phase
+            first = at % chunk
             rows = min(chunk - first, left)
-            piece = [request, len(table), first, first + rows, token, first, 0, 0]
-            table.append(piece)
+            table.append([request, len(table), first, first + rows, token, first, 0, phase if at < chunk else 0])
             token, left = token + rows, left - rows
         requests.append([request, begin, len(table) - begin, int(done == 0)])
         if table[-1][3] < chunk:
-            tails.append([*table[-1][:6], 1, 0])
+            tails.append([*table[-1][:6], 1, table[-1][7]])
     return table, requests, tails
 
 
-def prefill(computed: list[int], new: list[int], chunk: int, tile: int, to_device) -> Pieces:
-    """`to_device(list)` makes an int32 tensor on the device."""
-    table, requests, tails = cut(computed, new, chunk)
-    tiles = max((end - 1) // tile - first // tile + 1 for _, _, first, end, *_ in table)
-    return Pieces(to_device(table), to_device(requests), to_device(tails) if tails else None, tiles)
+def _side_by_side(cohort_rows: list[list[list[int]]]) -> list[list[list[int]]]:
+    """[C][pieces][8] -> [pieces][C][8], with pieces without rows where a cohort has fewer."""
+    nothing = [0] * WIDTH.value
+    return [list(row) for row in itertools.zip_longest(*cohort_rows, fillvalue=nothing)]
+
+
+def prefill(computed: list[int], new: list[int], chunk: int, count: int, tile: int, to_device) -> Pieces:
+    """count: `cohorts` of the model's groups; `to_device(list)` makes an int32 tensor on the device."""
+    table, requests, tails = zip(*(cut(computed, new, chunk, j * chunk // count) for j in range(count)), strict=True)
+    tiles = max((end - 1) // tile - first // tile + 1 for rows in table for _, _, first, end, *_ in rows)
+    return Pieces(to_device(_side_by_side(table)), to_device(_side_by_side(requests)),
+                  to_device(_side_by_side(tails)) if any(tails) else None, tiles)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _fill_kernel(table_ptr, seq_lens_ptr, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ok = row < count
+def _fill_kernel(table_ptr, seq_lens_ptr, count, CHUNK: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = index < count * C
+    phase = index % C * (CHUNK // C)
     # A padding row's length is 0; its slot is NULL_SLOT and no kernel looks further.
-    first = tl.maximum(tl.load(seq_lens_ptr + row, mask=ok, other=1) - 1, 0) % CHUNK
-    piece = table_ptr + row * WIDTH
+    at = tl.maximum(tl.load(seq_lens_ptr + index // C, mask=ok, other=1) - 1, 0) + phase
+    first = at % CHUNK
+    piece = table_ptr + index * WIDTH
     tl.store(piece + FIRST, first, mask=ok)
     tl.store(piece + END, first + 1, mask=ok)
     tl.store(piece + IN_RING, first + 1, mask=ok)
+    tl.store(piece + BEGIN, tl.where(at < CHUNK, phase, 0), mask=ok)
 
 
 class DecodeTable:
     """One row a request: row i of the step is token i, its ring is written before it is read."""
 
-    def __init__(self, most: int, chunk: int, device) -> None:
-        rows = torch.arange(most, dtype=torch.int32)
-        table = torch.zeros((most, WIDTH.value), dtype=torch.int32)
-        table[:, REQUEST.value] = table[:, TOKEN.value] = rows
-        table[:, STATE.value] = -1
-        table[:, KEEP.value] = 1
+    def __init__(self, most: int, chunk: int, count: int, device) -> None:
+        rows = torch.arange(most, dtype=torch.int32)[:, None]
+        table = torch.zeros((most, count, WIDTH.value), dtype=torch.int32)
+        table[..., REQUEST.value] = table[..., TOKEN.value] = rows
+        table[..., STATE.value] = -1
+        table[..., KEEP.value] = 1
         self.chunk, self.table = chunk, table.to(device)
 
     def fill(self, seq_lens: torch.Tensor) -> Pieces:
@@ -105,5 +133,7 @@ class DecodeTable:
             raise ValueError(f"Mamba-2 decode: found {count} requests, expected at most {self.table.shape[0]}. "
                              "Raise max_num_seqs.")
         if count:
-            _fill_kernel[(triton.cdiv(count, _FILL),)](self.table, seq_lens, count, CHUNK=self.chunk, BLOCK=_FILL)
+            width = self.table.shape[1]
+            _fill_kernel[(triton.cdiv(count * width, _FILL),)](self.table, seq_lens, count, CHUNK=self.chunk, C=width,
+                                                               BLOCK=_FILL)
         return Pieces(self.table[:count], None, None, 1)

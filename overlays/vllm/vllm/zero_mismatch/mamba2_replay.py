@@ -1,13 +1,13 @@
 """Mamba-2 by chunk replay: prefill, chunked prefill and decode as one arithmetic, that of the chunked scan.
 
-Contract: Q is CHUNK, position p is row r = p mod Q of its chunk. The output of row r is a function of the
-state S at the chunk's start and of rows 0..r (`mamba2_scan`), the decay of row r of the decay of row r - 1
-(`mamba2_decay`), and S changes when a chunk is full (`mamba2_state`). Upstream decodes by a recurrence over S instead,
-which rounds otherwise from the first token on (vllm #55524).
+Contract: Q is CHUNK, and a token is row r of a chunk of Q rows (`mamba2_pieces` says which, by position and head
+alone). The output of row r is a function of the state S at the chunk's start and of the chunk's rows up to r
+(`mamba2_scan`), the decay of row r of the decay of row r - 1 (`mamba2_decay`), and S changes when a chunk is full
+(`mamba2_state`). Upstream decodes by a recurrence over S instead, which rounds otherwise from the first token on
+(vllm #55524).
 
 A request keeps, a layer: S at its chunk's start (fp32, in vLLM's own state slot) and a ring of the chunk's rows so far,
-x and B after the convolution, dt and decay. The ring begins anew with each chunk, so wherever a position is a multiple
-of Q (prefix-cache blocks are) the state is S alone.
+x and B after the convolution, dt and decay. Both together are the state after a token: a prefix-cache hit copies both.
 
 Two launches a step when decoding (decay, and the scan, which ends full chunks), three in a prefill. CUDA-graph-safe:
 a decode step reads lengths and slots on the device, and allocates nothing.
@@ -18,9 +18,10 @@ import torch
 from vllm.zero_mismatch import mamba2_decay, mamba2_pieces, mamba2_scan, mamba2_state
 
 # Rows of a chunk, for rollout and trainer alike. The scan is exact for any, so the model's chunk_size (128) need not be
-# it. A decode step reads S and up to CHUNK rows, and each CHUNK steps writes S. For 64 heads x 64 x 128 that is, in
-# MiB, 2.3 at most in most steps and 4.3 in the one that ends a chunk, where upstream's recurrence moves 4 in every
-# step; with 128 rows 3.3, 5.3, and a ring of 1.3 instead of 0.33. With 16 a prefill would write S twice as often.
+# it. A decode step reads S and up to CHUNK rows, and of each head writes S once in CHUNK steps. For 64 heads x 64 x
+# 128 that is, in MiB, 2.3 at most where no chunk ends and 2.8 where a quarter of the heads' do, where upstream's
+# recurrence moves 4 in every step; with 128 rows 3.3, 3.8, and a ring of 1.3 instead of 0.33. With 16 a prefill would
+# write S twice as often.
 CHUNK = 32
 
 
@@ -160,22 +161,23 @@ def head(step: Step, begin: int, end: int) -> Step:
 
 
 def self_test(sizes: tuple[int, int, int, int, int], device) -> None:
-    """Raises unless, on this device, decode and a cut prefill give the bits of one prefill: a chunk and 17 rows.
+    """Raises unless, on this device, decode and a cut prefill give the bits of one prefill: two chunks of tokens.
 
-    Cheap (about 60 launches); it also compiles all three kernels before memory is measured and graphs are captured.
+    Cheap (about 110 launches); it also compiles all three kernels before memory is measured and graphs are captured.
     """
-    chunk = sizes[-1]
-    total = chunk + mamba2_scan.TILE + 1
+    chunk, cohorts = sizes[-1], mamba2_pieces.cohorts(sizes[2])
+    total = 2 * chunk  # decode then ends a chunk of every cohort
     step = random_step(total, sizes, device)
     slots = torch.tensor([1, 2], dtype=torch.int32, device=device)
     ints = lambda rows: torch.tensor(rows, dtype=torch.int32, device=device)  # noqa: E731
     out = step.x.new_full((2, total, step.x.shape[1]), float("nan"))
     cache = new_cache(3, sizes, step.x.dtype, device, float("nan"))
-    prefill(step, cache, mamba2_pieces.prefill([0], [total], chunk, mamba2_scan.TILE, ints), slots[:1], out[0])
-    begin = chunk - 3  # a prefill that stops inside the chunk, then one token a step, across the chunk's end
-    prefill(head(step, 0, begin), cache, mamba2_pieces.prefill([0], [begin], chunk, mamba2_scan.TILE, ints), slots[1:],
-            out[1])
-    table = mamba2_pieces.DecodeTable(1, chunk, device)
+    prefill(step, cache, mamba2_pieces.prefill([0], [total], chunk, cohorts, mamba2_scan.TILE, ints), slots[:1],
+            out[0])
+    begin = chunk - 3  # a prefill that stops inside chunks, then one token a step, across their ends
+    prefill(head(step, 0, begin), cache, mamba2_pieces.prefill([0], [begin], chunk, cohorts, mamba2_scan.TILE, ints),
+            slots[1:], out[1])
+    table = mamba2_pieces.DecodeTable(1, chunk, cohorts, device)
     for at in range(begin, total):
         decode(head(step, at, at + 1), cache, table.fill(ints([at + 1])), slots[1:], out[1, at:at + 1])
     for name, (one, two) in {"outputs": out, "states": cache.ssm[1:]}.items():

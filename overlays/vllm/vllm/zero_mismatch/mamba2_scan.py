@@ -10,8 +10,9 @@ that an earlier step began, or a decode step's only row.
 
 Why it holds: a row of a tensor-core tile is an independent dot product, so row r of a 16-row tile takes nothing from
 the other 15, which a decode step leaves zero. The sums over k always run over Q columns in one dot of fixed shape;
-columns after r are exact zeros. Tiles sit at multiples of 16 of the chunk's rows, so row r has the same place in its
-tile in every step. One binary serves every step: only tables and the grid differ.
+columns after r, and before the first row of a cohort's short first chunk, are exact zeros. Tiles sit at multiples of 16
+of the chunk's rows, so row r has the same place in its tile in every step. One binary serves every step: only tables
+and the grid differ.
 
 A NaN or infinity in a *later* row of the same tile would reach r through 0 * x in a prefill; a model that makes one has
 failed anyway. Rows the step does not have are never loaded.
@@ -19,7 +20,7 @@ failed anyway. Rows the step does not have are never loaded.
 import torch
 import triton
 import triton.language as tl
-from vllm.zero_mismatch.mamba2_pieces import END, FIRST, IN_RING, NULL_SLOT, REQUEST, STATE, TOKEN, WIDTH
+from vllm.zero_mismatch.mamba2_pieces import BEGIN, END, FIRST, IN_RING, NULL_SLOT, REQUEST, STATE, TOKEN, WIDTH
 from vllm.zero_mismatch.mamba2_state import CHANNELS, dot, next_state, rows
 
 # Rows of a tile: the least a tensor core takes. A decode step computes one tile, and its cost is the tile's.
@@ -41,11 +42,12 @@ def _scan_kernel(
     piece_ptr, slots_ptr, stride_slots,
     x_ptr, b_ptr, c_ptr, d_ptr, scratch_ptr, ring_x_ptr, ring_b_ptr, ring_steps_ptr, states_ptr, out_ptr,
     stride_xbc, stride_out, page_x, page_b, page_steps, page_state,
-    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, C: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, WIDEN: tl.constexpr,
 ):
     index = tl.program_id(0)
-    piece = piece_ptr + index * WIDTH
+    channel = tl.program_id(1) * BC
+    piece = piece_ptr + (index * C + channel // (H // C * P)) * WIDTH
     slot = tl.load(slots_ptr + tl.load(piece + REQUEST) * stride_slots).to(tl.int64)
     if slot == NULL_SLOT:
         return
@@ -62,8 +64,8 @@ def _scan_kernel(
     k = tl.arange(0, Q)
     n = tl.arange(0, N)
     m_ok = (m >= first) & (m < end)
-    k_ok = k < tl.minimum(end, tile + BM)
-    channel = tl.program_id(1) * BC
+    begin = tl.load(piece + BEGIN)
+    k_ok = (k >= begin) & (k < tl.minimum(end, tile + BM))
     g = channel // (H // G * P)
     new_m = (m - first).to(tl.int64)
 
@@ -99,10 +101,10 @@ def _scan_kernel(
         out = out_ptr + (token + new_m)[:, None] * stride_out + p[None, :]
         tl.store(out, y.to(out_ptr.dtype.element_ty), mask=m_ok[:, None])
         if ends:  # in place: each word of S is loaded once, and its store depends on that load
-            x_k = tl.load(x_rows[None, :] + p[:, None])
-            b_k = tl.load(b_rows[:, None] + n[None, :])
-            dt = tl.load(steps_ring + h * Q + k)
-            decay = tl.load(steps_ring + (H + h) * Q + k)
+            x_k = tl.load(x_rows[None, :] + p[:, None], mask=k_ok[None, :], other=0.0)
+            b_k = tl.load(b_rows[:, None] + n[None, :], mask=k_ok[:, None], other=0.0)
+            dt = tl.load(steps_ring + h * Q + k, mask=k_ok, other=0.0)
+            decay = tl.load(steps_ring + (H + h) * Q + k, mask=k_ok, other=0.0)
             last = tl.load(steps_ring + (H + h) * Q + Q - 1)
             tl.store(s_at, next_state(s, x_k, b_k, decay, dt, last, WIDEN))
 
@@ -118,6 +120,6 @@ def scan(step, cache, pieces, slots: torch.Tensor, scratch: torch.Tensor, states
         pieces.table, slots, slots.stride(0),
         step.x, step.b, step.c, step.d, scratch, cache.x, cache.b, cache.steps, states, out,
         step.x.stride(0), out.stride(0), cache.x.stride(0), cache.b.stride(0), cache.steps.stride(0), states.stride(0),
-        H=heads, P=head_dim, G=groups, N=state, Q=chunk, BM=TILE, BC=channels, BP=min(CHANNELS, head_dim),
-        WIDEN=_INTERPRETED, num_warps=WARPS, num_stages=STAGES, **limit,
+        H=heads, P=head_dim, G=groups, N=state, Q=chunk, C=pieces.table.shape[1], BM=TILE, BC=channels,
+        BP=min(CHANNELS, head_dim), WIDEN=_INTERPRETED, num_warps=WARPS, num_stages=STAGES, **limit,
     )  # fmt: skip
