@@ -23,8 +23,9 @@ from prove.gradients import DRAWS, VALUES, _signs, accumulate, held_to_usual, wi
 from prove.reference_deepseek_v4 import Reference
 
 # Each in the backward alone: a router that learns nothing, mHC's mixing matrix transposed, a norm whose length does not
-# depend on its input, a sink without a gradient, rows that pool their own four tokens only.
-FAULTS = ("routing-weights", "transposed-mixing", "norm-length", "attention-sink", "previous-group")
+# depend on its input, a sink without a gradient, rows that pool their own four tokens only, experts whose derivative
+# passes where the forward clamped.
+FAULTS = ("routing-weights", "transposed-mixing", "norm-length", "attention-sink", "previous-group", "dropped-clamp")
 
 
 @dataclasses.dataclass
@@ -153,7 +154,7 @@ def _reference(actor, config, weights, sequences, signs, choices, dtype, fp8, gi
 
 @contextlib.contextmanager
 def planted(fault: str):
-    from megatron.zero_mismatch import attention_inputs, attention_sparse, compressor, mhc, router_dsv4
+    from megatron.zero_mismatch import attention_inputs, attention_sparse, compressor, mhc, router_dsv4, swiglu
 
     def own_group(real):
         """Rows that pool their own tokens only, in the derivative: on a CPU the values come from the same text."""
@@ -181,7 +182,7 @@ def planted(fault: str):
             return tuple(found)
         return mock.patch.object(function, "backward", staticmethod(changed))
 
-    real_norm = attention_inputs.rms_grad
+    real_norm, real_product = attention_inputs.rms_grad, swiglu.product_grad
     patches = {
         "routing-weights": lambda: without(router_dsv4._Route, (1, torch.zeros_like)),
         "transposed-mixing": lambda: mock.patch.object(mhc._Post, "backward", transposed(mhc._Post.backward)),
@@ -190,6 +191,8 @@ def planted(fault: str):
             (grad.float() * (1 if weight is None else weight.float())
              * torch.rsqrt(x.float().square().sum(-1, keepdim=True) / x.shape[-1] + eps)),
             real_norm(grad, x, weight, eps)[1])),
+        "dropped-clamp": lambda: mock.patch.object(swiglu, "product_grad", lambda gate_up, grad, limit: real_product(
+            gate_up, grad, float("inf"))),
         "previous-group": lambda: mock.patch.object(
             compressor._Compress, "backward", own_group(compressor._Compress.backward)),
     }

@@ -66,7 +66,7 @@ def test_gradients_are_within_their_bounds_and_every_planted_fault_is_caught(run
     monkeypatch.setattr(grad, "LENGTHS", (1, 2, 9, 129))
     data = run(command=grad.grad)
     assert [row["parameter"] for row in data["rows"] if not row["within"]] == []
-    assert len(data["caught"]) == 5 and all(data["caught"].values()), data["caught"]
+    assert len(data["caught"]) == 6 and all(data["caught"].values()), data["caught"]
 
 
 def test_a_fault_smaller_than_the_cost_of_fp8_is_caught_at_the_actors_operands(run, monkeypatch):
@@ -75,4 +75,4 @@ def test_a_fault_smaller_than_the_cost_of_fp8_is_caught_at_the_actors_operands(r
     assert [row["parameter"] for row in data["rows"] if not row["within"]] == []
     caught, at_operands = data["caught"], data["caught_at_operands"]
     assert caught["attention-sink"] == at_operands["attention-sink"], "too large to show anything"
-    assert len(caught) == 5 and all(at_operands.values()), at_operands
+    assert len(caught) == 6 and all(at_operands.values()), at_operands
