@@ -72,6 +72,37 @@ def test_the_ratio_is_of_pairs_and_the_loss_is_shared_out(made, tmp_path):
         ("off", 0), ("on", 0), ("on", 1), ("off", 1), ("off", 2), ("on", 2)]
 
 
+@pytest.mark.parametrize(("kernel", "operator"), [  # the names that the profiler gave on an H200
+    ("fused_moe_kernel", "experts GEMM"),
+    ("void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0, 0u, (deep_gemm::GemmType)1>", "experts GEMM"),
+    ("void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0, 0u, (deep_gemm::GemmType)0>", "dense FP8 GEMM"),
+    ("void vllm::act_and_mul_kernel<c10::BFloat16, __nv_bfloat162, &(c10::BFloat16", "experts activation"),
+    ("_rank_kernel", "experts permute and combine"),
+    ("_copy_kernel", "experts permute and combine"),
+    ("void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(", "other"),
+    ("void smxx::decode::get_mla_metadata_kernel<true, true, true>(GetDecodeSchedMetaParams)", "decode attention"),
+    ("_compute_swa_indices_and_lens_kernel", "decode attention"),
+    ("_gather_kernel", "KV gather"),
+    ("void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int)", "other"),
+    ("_dsv4_topk_kernel", "router"),
+    ("void vllm::moe::dsv4HashTopkSoftplusSqrt<int, int>(float const*, float*, int*, int, int)", "router"),
+    ("topk_exact_1", "Top-K"),
+    ("void vllm::filtered_topk::FilteredTopKUnifiedKernel<float, int, 4, 512u, false, false>(float const*)", "Top-K"),
+    ("nvjet_sm90_tst_128x128_64x6_2x1_v_bz_TNT", "other BF16 GEMM"),
+    ("nvjet_sm90_tst_32x64_64x16_2x4_h_bz_splitK_TNN", "fp32 GEMM (router, compressor)"),
+    ("nvjet_sm90_tss_64x64_64x13_2x1_v_bz_TNT", "fp32 GEMM (router, compressor)"),
+    ("kernel_cutlass_device_kernel_tensorptrf32gmemalign16o1024i64div16i64div161", "compressor and cache writes"),
+    ("void vllm::deepseek_v4_fused_ops::fusedDeepseekV4QNormRopeKVRopeQuantInsertKernel<c10::BFloat16, 64>",
+     "compressor and cache writes"),
+    ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, 4>>",
+     "sampling and logprobs"),
+])  # fmt: skip
+def test_a_kernel_of_deepseek_v4_counts_for_the_operator_that_launched_it(kernel, operator):
+    operators = recipe.load("deepseek-v4", "tiny").data["bench"]["operators"]
+    times = bench.by_operator([{"name": kernel, "us": 40.0}], 20, operators)
+    assert {name: us for name, us in times.items() if us} == {operator: 2.0}
+
+
 def test_what_kernels_do_not_fill_of_a_step_can_be_read_off(made, tmp_path):
     data = run_bench(made(), tmp_path)
     assert data["step_us"] == pytest.approx({"off": 4000.0, "on": 4444.444})  # 4 rows at 1,000 and 900 tokens a second
