@@ -51,7 +51,7 @@ def test_reward_counts_tokens_of_the_first_quarter():
 
 
 def done(updates=2, restored=True, reward=lambda step: step, **last) -> list[dict]:
-    row = {"scored": {"equal": True}, "trained": {"equal": True}}
+    row = {"scored": {"equal": True}, "trained": {"equal": True}, "modes": {"FULL": 63, "NONE": 2}}
     rows = [{"case": f"update {step + 1}", "reward": reward(step), **row} for step in range(updates)]
     rows += [{"case": "restored", "reward": 0.0, "same": True, **row}] if restored else []
     return [*rows[:-1], rows[-1] | last]
@@ -72,6 +72,11 @@ def test_what_was_asked_was_done_and_every_word_is_equal():
 @pytest.mark.parametrize("last", [{"same": False}, {"scored": {"equal": False}}, {"trained": {"equal": False}}])
 def test_a_word_that_differs_in_any_row_fails(last):
     assert not holds(done(**last))[1]
+
+
+@pytest.mark.parametrize("modes", [{}, None, {"NONE": 65}, {"PIECEWISE": 65}])
+def test_an_engine_that_replays_no_full_graph_after_the_sync_fails_without_any_sleep(modes):
+    assert not holds(done(modes=modes))[1]
 
 
 def test_the_reward_has_to_rise_where_there_are_updates_enough_to_tell():
@@ -96,6 +101,7 @@ def test_more_answers_than_a_step_has_are_refused(tmp_path):
     {"sleep": {"refused": False, "freed_bytes": 1}},  # a rollout could have started on weights that are not there
     {"sleep": {"refused": True, "freed_bytes": 0}},   # it slept in name only
     {"modes": {"NONE": 64}},                          # no graph was replayed after the wake
+    {"modes": None},                                  # nobody counted
     {"whole_vocab": {"positions": 7, "differing_words": 0, "nan": 0}},
     {"whole_vocab": {"positions": 8, "differing_words": 1, "nan": 0}},
     {"whole_vocab": {"positions": 8, "differing_words": 0, "nan": 1}},

@@ -75,8 +75,9 @@ def test_weights_lost_in_a_sleep_that_keeps_them_stop_the_run(run):
         small(run, fault="level 1", sleep=1)
 
 
-def test_a_run_that_slept_without_replaying_a_graph_afterwards_proves_nothing(run):
-    assert len(small(run, fault="eager", sleep=2)["rows"]) == 1, "stopped at the first row"
+@pytest.mark.parametrize("sleep", [0, 2])
+def test_a_run_that_replays_no_graph_after_a_sync_proves_nothing(run, sleep):
+    assert len(small(run, fault="eager", sleep=sleep)["rows"]) == 1, "stopped at the first row"
 
 
 def test_the_whole_vocabulary_of_some_answers_is_compared_at_every_position(run):
