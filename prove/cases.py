@@ -112,13 +112,16 @@ def prefix_warm(ctx) -> None:
 
 
 def prefix_turns(ctx) -> None:
-    """Each answer becomes part of the next prompt: blocks written while decoding are read by a prefill."""
+    """Each answer becomes part of the next prompt: blocks written while decoding are read by a prefill. Then the same
+    prompts in the other order (vllm #42019: with the cache on, their logprobs followed it)."""
     ctx.run([r.message() for r in ctx.work.requests])
     tail = [r.forced(ctx.base.decoded(r.id).tokens) | {"read_cache": True} for r in ctx.work.requests]
-    answers = ctx.run(tail, fresh=False)
-    for request in ctx.work.requests:
-        ctx.compare_words(request.id, ctx.base.decoded(request.id).words, answers.prompt_words(request.id), tail=True)
-    ctx.require_hits(answers, [r for r in ctx.work.requests if len(r.prompt) > ctx.block])
+    for turn in (tail, tail[::-1]):
+        answers = ctx.run(turn, fresh=False)
+        for request in ctx.work.requests:
+            ctx.compare_words(request.id, ctx.base.decoded(request.id).words, answers.prompt_words(request.id),
+                              tail=True)
+        ctx.require_hits(answers, [r for r in ctx.work.requests if len(r.prompt) > ctx.block])
 
 
 def prefix_edges(ctx) -> None:
@@ -227,7 +230,7 @@ CASES = (
     Case("chunked-512", "decode vs prefill in chunks of 512", chunked(512), engine="second", cost=10),
     Case("chunked-2048", "decode vs prefill in chunks of 2048", chunked(2048), engine="second"),
     Case("prefix-warm", "prefix cache cold vs warm", prefix_warm, engine="second"),
-    Case("prefix-turns", "prefill over blocks that decoding wrote", prefix_turns, engine="second"),
+    Case("prefix-turns", "prefill over blocks that decoding wrote, both orders", prefix_turns, engine="second"),
     Case("preempted-shortage", "preemption by a short cache", preempted_by_shortage, engine="second", cost=12),
     Case("prefix-edges", "hits at block edges, suffixes at odd positions", prefix_edges, engine="second", cost=12),
     Case("chunk-edges", "chunk ends at 4k+-1 and 128k+-1", chunk_edges, engine="second", cost=12),

@@ -68,6 +68,7 @@ class Context:
     def begin(self, engine, block: int, timeout: float) -> None:
         self.engine, self.block = engine, block
         self.figures, self.unmet, self.runs, self.last = Figures(), [], [], {}
+        self.lengths: set[int] = set()
         self.deadline = time.monotonic() + timeout
 
     def run(self, requests: list[dict], **how) -> Answers:
@@ -75,6 +76,7 @@ class Context:
         result = self.engine.call("run", timeout=max(1.0, left), requests=requests, **how)
         answers = Answers(result.pop("answers"))
         self.last = result
+        self.lengths |= {len(r["prompt"]) for r in requests if not r.get("prompt_logprobs")}
         self.runs.append({**{k: v for k, v in how.items() if v}, **result})
         return answers
 
@@ -120,12 +122,21 @@ def run_case(context: Context, case: cases.Case, engine, block: int, timeout: fl
     except EngineError as raised:
         error = raised
     row = {"case": case.name, "engine": case.engine, "what": case.what, **context.figures.summary(),
-           "unmet": context.unmet, "runs": context.runs, "seconds": round(time.monotonic() - started, 1)}
+           "unmet": context.unmet, "prompt_lengths": sorted(context.lengths), "runs": context.runs,
+           "seconds": round(time.monotonic() - started, 1)}
     if error is not None:
         return row | {"state": "failed", "error": str(error), "fatal": error.kind != "failed"}
     if not row["equal"]:
         return row | {"state": "differs"}
     return row | {"state": "vacuous" if context.unmet else "equal"}
+
+
+def ran(rows: list[dict]) -> dict:
+    """The lengths of the prompts that were answered (those that were scored end in an answer and are longer), and how
+    many rows decoded at once."""
+    runs = [run for row in rows for run in row.get("runs", ())]
+    return {"prompt_lengths": sorted({length for row in rows for length in row.get("prompt_lengths", ())}),
+            "decode_batches": sorted({count for run in runs for count in run["decode_rows"]})}
 
 
 def not_run(case: cases.Case, why: str) -> dict:
@@ -244,7 +255,8 @@ def rollout(recipe: Recipe, ui: UI, *, names: list[str] | None, tokens: int, inv
             future.result()
     rows, digests = runner.rows, runner.digests
     complete = kept.locked and len(digests) == 1 and all(r["state"] in ("equal", "differs") for r in rows)
-    kept.finish(complete, all(r["state"] == "equal" for r in rows), locked=kept.locked, weights_equal=len(digests) == 1)
+    kept.finish(complete, all(r["state"] == "equal" for r in rows), locked=kept.locked, weights_equal=len(digests) == 1,
+                ran=ran(rows))
     return kept.data
 
 

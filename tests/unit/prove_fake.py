@@ -1,9 +1,9 @@
 """A backend for prove.engine that needs no GPU: a "model" whose next token is a pure function of the tokens before it.
 
 flags["fault"] plants what the harness must notice: "batch" lets a logprob depend on how many requests run together,
-"phase" lets prefill differ from decode in one place, "nan", "lost" (an answer is missing), "hang", "die", "raise",
-"patched differs" (not from a folder named pristine), "unstable" (long prompts answer differently every time). A file
-"fault" in the first folder of PYTHONPATH plants one too.
+"phase" lets prefill differ from decode in one place, "order" lets it follow the order of requests that read the cache,
+"nan", "lost" (an answer is missing), "hang", "die", "raise", "patched differs" (not from a folder named pristine),
+"unstable" (long prompts answer differently every time). A file "fault" in the first folder of PYTHONPATH plants one.
 """
 import os
 import pathlib
@@ -63,6 +63,7 @@ class Backend:
             raise RuntimeError("CUDA error: an illegal memory access")
         self.calls = getattr(self, "calls", 0) + 1
         together = 1 if one_by_one else len(requests)
+        self.backwards = requests[0]["id"] > requests[-1]["id"]
         answers = {r["id"]: self._answer(r, together) for r in requests}
         if self.fault == "lost":
             answers.pop(requests[-1]["id"])
@@ -96,7 +97,7 @@ class Backend:
         if request.get("prompt_logprobs"):
             data = np.asarray(prompt, np.int64).tobytes()
             scored = [_word(data[:8 * i], prompt[i]) for i in range(1, len(prompt))]
-            if self.fault == "phase":
+            if self.fault == "phase" or self.fault == "order" and self.backwards and answer["cached"]:
                 scored[-1] ^= 1 << 31
             answer["prompt_words"] = pack(np.asarray(scored[answer["cached"]:], np.uint32))
         return answer

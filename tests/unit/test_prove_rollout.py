@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from prove import cases, recipe, record, rollout, ui
+from prove import cases, recipe, record, rollout, ui, workload
 from prove.engine import Engine, EngineError
 
 FAKE = str(pathlib.Path(__file__).with_name("prove_fake.py"))
@@ -47,6 +47,14 @@ def test_a_consistent_engine_passes_every_case(run):
     assert all(row["tokens"] > 0 and row["differing_words"] == 0 for row in data["rows"])
 
 
+def test_the_record_says_which_prompt_lengths_and_decode_batches_ran(run):
+    data = run(names=["alone", "prefill-batched"])
+    lengths = sorted({len(r.prompt) for r in workload.build(100, 97).requests})
+    assert data["ran"] == {"prompt_lengths": lengths, "decode_batches": [1, len(lengths)]}
+    assert [row["prompt_lengths"] for row in data["rows"]] == [lengths, [], lengths]
+    assert run("no start", ["twice"])["ran"] == {"prompt_lengths": [], "decode_batches": []}
+
+
 def test_dependence_on_the_batch_is_found_where_batches_differ(run):
     found = states(run("batch", ["twice", "alone"]))
     assert found == {"base": "equal", "twice": "equal", "alone": "differs"}
@@ -56,6 +64,11 @@ def test_dependence_on_the_phase_is_found_by_the_prefill(run):
     data = run("phase", ["twice", "prefill-batched"])
     assert states(data) == {"base": "equal", "twice": "equal", "prefill-batched": "differs"}
     assert not data["passed"] and data["rows"][-1]["first"]["request"] == "r000"
+
+
+def test_prompt_logprobs_that_follow_the_order_of_cache_readers_are_found(run):
+    data = run("order", ["reversed", "prefix-warm", "prefix-turns"])
+    assert states(data) == {"base": "equal", "reversed": "equal", "prefix-warm": "equal", "prefix-turns": "differs"}
 
 
 def test_nan_fails_although_both_runs_have_it(run):
