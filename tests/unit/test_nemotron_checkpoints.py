@@ -1,4 +1,6 @@
-"""The quantised tiny Nemotron-H: ModelOpt's layout, values close to the BF16 model's, the same bytes every time."""
+"""The written tiny Nemotron-H models: the same bytes every time; the quantised one in ModelOpt's layout, its values
+close to the BF16 one's. What vLLM's loader makes of the BF16 one: tests/upstream/test_nemotron_loader.py.
+"""
 import json
 import pathlib
 import sys
@@ -10,9 +12,9 @@ import torch
 from prove import recipe
 from prove.scripts import load
 
-RECIPE = recipe.load("nemotron-3.5-lightning", tiny="tiny-quantised")
-WEIGHTS = load(RECIPE.weights_script)
-CONFIG = json.loads(pathlib.Path(RECIPE.model, "config.json").read_text())
+QUANTISED, PLAIN = (recipe.load("nemotron-3.5-lightning", tiny=tiny) for tiny in ("tiny-quantised", "tiny-checkpoint"))
+WEIGHTS, BF16 = load(QUANTISED.weights_script), load(PLAIN.weights_script)
+CONFIG = json.loads(pathlib.Path(QUANTISED.model, "config.json").read_text())
 SMALL = CONFIG | {"hybrid_override_pattern": "ME*-*", "n_routed_experts": 3, "vocab_size": 64}
 EXPERT, MIXER = "backbone.layers.1.mixer.experts.2.", "backbone.layers.0.mixer."
 
@@ -22,16 +24,33 @@ def checkpoint():
     return WEIGHTS.tensors(SMALL)
 
 
-def test_the_same_bytes_at_every_start_whatever_the_default_dtype(checkpoint):
+@pytest.fixture(scope="module")
+def plain():
+    return BF16.tensors(SMALL)
+
+
+def _bytes(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("script,before", [(WEIGHTS, "checkpoint"), (BF16, "plain")])
+def test_the_same_bytes_at_every_start_whatever_the_default_dtype(script, before, request):
+    before = request.getfixturevalue(before)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        again = WEIGHTS.tensors(SMALL)
+        again = script.tensors(SMALL)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert checkpoint.keys() == again.keys()
-    for name in checkpoint:
-        one, two = (made[name].reshape(-1).view(torch.uint8) for made in (checkpoint, again))
-        assert torch.equal(one, two), name
+    assert before.keys() == again.keys()
+    for name in before:
+        assert torch.equal(_bytes(before[name]), _bytes(again[name])), name
+
+
+def test_what_is_not_quantised_is_the_bf16_checkpoints_to_the_bit(checkpoint, plain):
+    same = {name for name in plain if checkpoint[name].dtype == plain[name].dtype}
+    assert plain.keys() - same == {f"{module}.weight" for module in WEIGHTS.quantised(SMALL)}
+    for name in same:
+        assert torch.equal(_bytes(checkpoint[name]), _bytes(plain[name])), name
 
 
 @pytest.mark.parametrize("name,shape,dtype", [
@@ -48,8 +67,8 @@ def test_names_shapes_and_dtypes_are_modelopts(checkpoint, name, shape, dtype):
     assert (tuple(checkpoint[name].shape), checkpoint[name].dtype) == (shape, dtype)
 
 
-def test_every_value_is_finite_and_no_tensor_is_constant(checkpoint):
-    for name, tensor in checkpoint.items():
+def test_every_value_is_finite_and_no_tensor_is_constant(checkpoint, plain):
+    for name, tensor in [*checkpoint.items(), *plain.items()]:
         assert tensor.float().isfinite().all(), name
         assert tensor.numel() == 1 or tensor.float().std() > 0, name
 
@@ -63,7 +82,7 @@ def _fp4(checkpoint, module):
 
 
 def _error(found, name):
-    expected = WEIGHTS.value(name, tuple(found.shape))
+    expected = WEIGHTS.CHECKPOINT.value(name, tuple(found.shape))
     return float((found - expected).norm() / expected.norm())
 
 
@@ -87,16 +106,31 @@ def test_fused_projections_share_their_scale(checkpoint):
     assert len(scales) == 1
 
 
-def test_the_configuration_lists_each_projection_once(tmp_path, monkeypatch):
-    saved = {}
-    library = types.ModuleType("safetensors.torch")
-    library.save_file = lambda tensors, path, metadata: saved.update({path.name: tensors})
-    monkeypatch.setitem(sys.modules, "safetensors", types.ModuleType("safetensors"))
-    monkeypatch.setitem(sys.modules, "safetensors.torch", library)
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "config.json").write_text(json.dumps(SMALL))
-    WEIGHTS.write(str(tmp_path / "small"), str(tmp_path))
-    section = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Calls a script's `write` where no safetensors is installed: (config.json, the tensors of each file)."""
+    def call(script):
+        saved = {}
+        library = types.ModuleType("safetensors.torch")
+        library.save_file = lambda tensors, path, metadata: saved.update({path.name: tensors})
+        monkeypatch.setitem(sys.modules, "safetensors", types.ModuleType("safetensors"))
+        monkeypatch.setitem(sys.modules, "safetensors.torch", library)
+        (tmp_path / "small").mkdir()
+        (tmp_path / "small" / "config.json").write_text(json.dumps(SMALL))
+        script.write(str(tmp_path / "small"), str(tmp_path))
+        return json.loads((tmp_path / "config.json").read_text()), saved
+    return call
+
+
+def test_the_bf16_folder_has_the_models_own_configuration_and_one_file(write, plain):
+    config, saved = write(BF16)
+    assert config == SMALL
+    assert {name: tensors.keys() for name, tensors in saved.items()} == {"model.safetensors": plain.keys()}
+
+
+def test_the_configuration_lists_each_projection_once(write):
+    config, saved = write(WEIGHTS)
+    section = config["quantization_config"]
     listed, ignored = set(section["quantized_layers"]), set(section["ignore"])
     projections = {name.removesuffix(".weight") for name in saved["model.safetensors"] if name.endswith("_proj.weight")}
     assert not listed & ignored and listed | ignored == projections | {"lm_head"}
@@ -107,4 +141,4 @@ def test_the_configuration_lists_each_projection_once(tmp_path, monkeypatch):
 
 def test_a_parameter_without_a_rule_is_an_error():
     with pytest.raises(ValueError, match="no rule for backbone.layers.0.mixer.extra"):
-        WEIGHTS.value("backbone.layers.0.mixer.extra", (3,))
+        WEIGHTS.CHECKPOINT.value("backbone.layers.0.mixer.extra", (3,))
