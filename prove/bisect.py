@@ -1,16 +1,18 @@
-"""`prove bisect`: the first layer and operator where two ways of running the same request part.
+"""`prove bisect`: the first layer and operator where two ways of running the same requests part.
 
-Two arms are run on one eager engine. First untraced, to find a request whose logprobs differ, then with every watched
-call hashed, to find the first call, in order of execution, whose output row differs; then once more keeping that call's
-arguments, which prove/repro.py turns into a file of its own.
+Two arms are run on one eager engine. First untraced, to find requests whose logprobs differ, then with every watched
+call hashed, to find the first call, in order of execution, with an output row that differs; then once more keeping the
+arguments of that call, and of the next ones in which a row with equal inputs comes out different: prove/repro.py turns
+the first that can be replayed without the engine into a file of its own, which is then run in a process of its own.
 """
 from __future__ import annotations
 
+import os
 import pathlib
 import time
 from collections.abc import Callable
 
-from prove import record, workload
+from prove import record, repro, workload
 from prove.compare import Figures, Sequence
 from prove.engine import Engine, EngineError, unpack
 from prove.recipe import Recipe
@@ -27,6 +29,10 @@ def _forced(work, base) -> list[dict]:
     return [r.forced(base.decoded(r.id).tokens) for r in work.requests]
 
 
+ROWS = 1024   # rows that are followed: enough for a difference of one bit in few rows, little enough for the pipe
+QUICK = 10.0  # seconds for the file, the start of Python and the imports of torch and the engine in it
+
+
 ARMS: dict[str, tuple[Callable, dict]] = {  # name: (requests from the workload and the base answers, how to run them)
     "decode": (_all, {}),
     "decode-alone": (_all, {"one_by_one": True}),
@@ -37,20 +43,25 @@ ARMS: dict[str, tuple[Callable, dict]] = {  # name: (requests from the workload 
 }
 
 
-def differing(work, base: Answers, left: Answers, right: Answers) -> tuple[workload.Request, int] | None:
-    """The request that parts at the earliest position, and that position (of the row that predicted the token)."""
-    found = []
+def differing(work, left: Answers, right: Answers) -> tuple[Figures, dict[str, int]]:
+    """The comparison of all answers; and of the requests that part, the earliest first, the position at which they do:
+    that of the row that predicted the token. As many as have ROWS rows up to there together, and at least one."""
+    total, found = Figures(), {}
     for request in work.requests:
         one, two = _answer_words(request, left), _answer_words(request, right)
-        shared = min(len(one.tokens), len(two.tokens))
-        figures = Figures()
+        total.add(request.id, one, two)
+        shared, figures = min(len(one.tokens), len(two.tokens)), Figures()
         figures.add(request.id, one.head(shared), two.head(shared))
         if figures.first:
-            found.append((len(request.prompt) - 1 + figures.first["index"], request))
-    if not found:
-        return None
-    position, request = min(found, key=lambda pair: pair[0])
-    return request, position
+            found[request.id] = len(request.prompt) - 1 + figures.first["index"]
+    if not total.equal and not found:
+        raise EngineError("failed", f"{total.missing} of {total.tokens} words are missing in one arm")
+    watch, rows = {}, 0
+    for name, position in sorted(found.items(), key=lambda pair: pair[1]):
+        rows += position + 1
+        if not watch or rows <= ROWS:
+            watch[name] = position
+    return total, watch
 
 
 def _answer_words(request, answers: Answers) -> Sequence:
@@ -63,71 +74,112 @@ def _answer_words(request, answers: Answers) -> Sequence:
     return Sequence(decoded.tokens * 0, decoded.words)
 
 
-def read_sites(result: dict, watch: str) -> dict[str, dict]:
-    return {site["name"]: {"keys": [(watch, int(p)) for p in unpack(site["positions"])],
-                           "in": unpack(site["in"]).tolist(), "out": unpack(site["out"]).tolist()}
+def read_sites(result: dict, watch: dict[str, int]) -> dict[str, dict]:
+    names = list(watch)
+
+    def read(side: dict) -> dict[str, dict]:
+        return {tensor: {(names[name], position): hashed for name, position, hashed in zip(
+                    *(unpack(column).tolist() for column in columns), strict=True)} for tensor, columns in side.items()}
+    return {site["name"]: {"in": read(site["in"]), "out": read(site["out"]), "written": set(site["written"])}
             for site in result["sites"]}
 
 
 def bisect(recipe: Recipe, ui: UI, *, arms: tuple[str, str], tokens: int, invariant: bool, out: pathlib.Path,
            logs: pathlib.Path, budget: float, env: dict[str, str], backend: str = "vllm") -> dict:
+    """Passes if the arms agree; with batch invariance off, where they have to part, if the operator is named and its
+    file shows the difference by itself, in under QUICK seconds."""
     if unknown := [a for a in arms if a not in ARMS]:
         raise ValueError(f"no such arm: {', '.join(unknown)}; there are: {', '.join(ARMS)}")
-    subject = recipe.subject
-    work = workload.build(tokens, recipe.vocab)
-    kept = record.Record("bisect", subject, {"arms": list(arms), "tokens": tokens, "invariant": invariant}, out)
-    functions = recipe.section("bisect").get("functions", [])
-    deadline = time.monotonic() + budget
+    verb = "bisect" if invariant else "bisect-contrast"
+    kept = record.Record(verb, recipe.subject, {"arms": list(arms), "tokens": tokens, "invariant": invariant}, out)
     start, environment = engine_start(recipe, invariant, {"enforce_eager": True})
-    with Engine(start, backend=backend, env=environment | env, log=logs / "bisect.log",
+    with Engine(start, backend=backend, env=environment | env, log=logs / f"{verb}.log",
                 on_event=lambda event: _event(ui, event), timeout=budget) as engine:
         kept.engine("eager", engine.info, start["flags"], environment)
-
-        def call(op: str, **arguments):
-            return engine.call(op, timeout=max(1.0, deadline - time.monotonic()), **arguments)
-
-        context = Context(work)
-        context.begin(engine, engine.info["cache_block"], budget)
-        base = context.run(_all(work, None), graphs="off")
-        answers = [context.run(ARMS[arm][0](work, base), graphs="off", **ARMS[arm][1]) for arm in arms]
-        found = differing(work, base, *answers)
-        if found is None:
-            ui.say(f"{arms[0]} and {arms[1]} agree on every word in eager mode: nothing to bisect")
-            kept.finish(True, True, finding=None)
-            return kept.data
-        request, position = found
-        ui.note(f"{request.id} (prompt of {len(request.prompt)}) parts at position {position}; tracing")
-
-        def runs(arm: str, side: str, **more):
-            build, how = ARMS[arm]
-            messages = build(work, base)
-            if how.get("one_by_one"):
-                messages = [m for m in messages if m["id"] == request.id]
-            return call("trace", requests=messages, watch=request.id, limit=position, functions=functions, arm=side,
-                        **how, **more)
-
-        traces = [runs(arm, side) for arm, side in zip(arms, ("left", "right"), strict=True)]
-        for text in traces[0]["missing"]:
-            ui.say(f"not watched: {text}")
-        finding = first_difference(*(read_sites(t, request.id) for t in traces))
-        if finding is None:
-            finding = {"site": None, "why": "every watched call agrees on every row: the logits or the sampler differ"}
-        else:
-            try:
-                finding |= _repro(call, runs, arms, finding, request.id, logs, subject)
-            except EngineError as error:
-                finding["repro"] = {"form": None, "why": str(error)}
-    finding |= {"request": request.id, "position": position, "missing": traces[0]["missing"]}
-    kept.finish(True, False, finding=finding)
-    for key, value in finding.items():
+        ui.note(f"engine started in {engine.info['start_seconds']} s")
+        search = _Search(recipe, ui, engine, arms, workload.build(tokens, recipe.vocab), time.monotonic() + budget)
+        row, found = search.compare()
+        kept.row(row)
+        finding = search.trace(found, environment, logs) if found else None
+    if finding and finding.get("repro", {}).get("script"):
+        script = logs / "repro" / finding["repro"]["script"]
+        finding["repro"]["run"] = repro.run(script, os.environ | environment | env)
+    kept.finish(kept.locked, not found if invariant else _shown(finding), finding=finding)
+    for key, value in (finding or {}).items():
         ui.say(f"  {key}: {value}")
     return kept.data
 
 
-def _repro(call, runs, arms, finding: dict, watch: str, logs: pathlib.Path, subject: str) -> dict:
-    """Runs both arms again up to the row that differs, keeping the call's arguments."""
-    position = finding["key"][1]
-    for arm, side in zip(arms, ("left", "right"), strict=True):
-        runs(arm, side, keep=finding["site"], keep_position=position)
-    name = f"repro-{subject}-" + "".join(c if c.isalnum() else "-" for c in finding["site"])
-    return {"repro": call("repro", watch=watch, position=position, folder=str((logs / "repro").resolve()), name=name)}
+def _shown(finding: dict | None) -> bool:
+    ran = (finding or {}).get("repro", {}).get("run", {"shown": False})
+    return ran["shown"] and ran["seconds"] < QUICK
+
+
+class _Search:
+    """The runs on one engine: which requests part, in which call, and with which arguments."""
+
+    def __init__(self, recipe: Recipe, ui: UI, engine: Engine, arms: tuple[str, str], work, deadline: float):
+        self.ui, self.engine, self.arms, self.work, self.deadline = ui, engine, arms, work, deadline
+        self.subject, self.functions = recipe.subject, recipe.section("bisect").get("functions", [])
+        self.base: Answers | None = None
+
+    def compare(self) -> tuple[dict, dict[str, int]]:
+        """The record's row, and which requests to trace, each up to which position."""
+        context = Context(self.work)
+        context.begin(self.engine, self.engine.info["cache_block"], self.deadline - time.monotonic())
+        self.base = context.run(_all(self.work, None), graphs="off")
+        answers = [context.run(ARMS[arm][0](self.work, self.base), graphs="off", **ARMS[arm][1]) for arm in self.arms]
+        figures, found = differing(self.work, *answers)
+        self.ui.note(f"{self.arms[0]} against {self.arms[1]}, eager: {figures.differing_words} of {figures.tokens} "
+                     "words differ")
+        return {"case": " / ".join(self.arms), **figures.summary(), "runs": context.runs,
+                "state": "differs" if found else "equal"}, found
+
+    def trace(self, watch: dict[str, int], environment: dict[str, str], logs: pathlib.Path) -> dict:
+        """What is found of those requests' rows up to those positions."""
+        self.ui.note("tracing, up to where they part: " + ", ".join(f"{name} at {at}" for name, at in watch.items()))
+        left, right = traces = [self._run(arm, side, watch) for arm, side in self._sides()]
+        for text in left["missing"]:
+            self.ui.say(f"not watched: {text}")
+        if not all(each["sites"] for each in traces):
+            raise EngineError("failed", "no watched call ran in one of the arms")
+        self.ui.note(f"{len(left['sites'])} and {len(right['sites'])} watched calls")
+        finding = first_difference(*(read_sites(each, watch) for each in traces))
+        if finding is None:
+            finding = {"site": None, "why": "every watched call agrees on every row: the logits or the sampler differ"}
+        else:
+            try:
+                finding["repro"] = self._repro(finding["made_here"], watch, environment, logs)
+            except EngineError as error:
+                finding["repro"] = {"form": None, "why": str(error)}
+        return finding | {"watched": watch, "missing": left["missing"]}
+
+    def _sides(self):
+        return zip(self.arms, ("left", "right"), strict=True)
+
+    def _call(self, op: str, **arguments):
+        return self.engine.call(op, timeout=max(1.0, self.deadline - time.monotonic()), **arguments)
+
+    def _run(self, arm: str, side: str, watch: dict[str, int], **more) -> dict:
+        build, how = ARMS[arm]
+        messages = build(self.work, self.base)
+        if how.get("one_by_one"):
+            messages = [m for m in messages if m["id"] in watch]
+        return self._call("trace", requests=messages, watch=watch, functions=self.functions, arm=side, **how, **more)
+
+    def _repro(self, made_here: list[dict], watch: dict[str, int], environment: dict[str, str],
+               logs: pathlib.Path) -> dict:
+        """Runs both arms again, keeping the calls' arguments; the first call that differs by itself becomes a file."""
+        if not made_here:
+            return {"form": None, "why": "no watched call has a row with equal inputs and another output: an operator "
+                                         "between the modules made the difference; name it in the recipe's [bisect]"}
+        for arm, side in self._sides():
+            self._run(arm, side, watch, keep=made_here)
+        tried = []
+        for site in (each["site"] for each in made_here):
+            name = f"repro-{self.subject}-" + "".join(c if c.isalnum() else "-" for c in site)
+            tried.append({"site": site} | self._call("repro", site=site, name=name, env=environment,
+                                                     folder=str((logs / "repro").resolve())))
+            if "script" in tried[-1]:
+                break
+        return tried[-1] | {"before": tried[:-1]} if "script" in tried[-1] else tried[0] | {"after": tried[1:]}

@@ -2,16 +2,22 @@
 
 Two forms are tried, the smaller first. "alone": one arm's arguments suffice, because the row's bits change when the
 call is given that row alone; the rows beside it are then halved away while the difference stays. "arms": the two arms'
-arguments are replayed as they were, and the row compared. What differs in neither form depends on state outside its
-arguments, and no file is written.
+arguments are replayed as they were, and the row compared; only for a call whose inputs agree, as any call has other
+outputs for other inputs. What differs in neither form depends on state outside its arguments, and no file is written.
 """
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
+import time
 
 import torch
 
-from prove.trace import by_rows, combined, resolve
+from prove.trace import by_rows, hashes, resolve, result_hashes
+
+LARGEST = 512 << 20  # bytes of a file; above it loading alone would take seconds, and something is in it by mistake
+PATIENCE = 120.0     # seconds for a file that should take under ten
 
 SCRIPT = '''"""{title}
 
@@ -19,7 +25,7 @@ Run it with the engine's packages on PYTHONPATH; exit 1 and the words that diffe
 """
 import pathlib
 import sys
-
+{prelude}
 import torch
 
 DATA = torch.load(pathlib.Path(__file__).with_suffix(".pt"), weights_only=False)
@@ -37,34 +43,50 @@ def target():
     return found
 
 
+def tensors(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)
+
+
+def row_in(values, call, longer):
+    """Bytes of the row in every tensor that has one, by the tensor's place and the shape of its rows."""
+    found = {{}}
+    for place, value in enumerate(tensors(values)):
+        if isinstance(value, torch.nn.Parameter) or value.dim() == 0 or value.numel() == 0:
+            continue
+        if value.shape[0] == call["rows"] or (longer and value.shape[0] > call["rows"]):
+            row = value[call["row"]]
+        elif value.dim() > 1 and value.shape[1] == call["rows"]:
+            row = value[:, call["row"]]
+        else:
+            continue
+        found[place, tuple(row.shape)] = row.contiguous().reshape(-1).view(torch.uint8).cpu()
+    return found
+
+
 def row_of(call):
-    """Bytes of one row of everything the call returns, or, if it returns nothing, of what it wrote to."""
+    """The row in everything the call returns, or, if it returns nothing, in what it wrote to."""
     args, kwargs = call["args"], call["kwargs"]
     result = target()(*args, **kwargs)
-    found, todo = [], [result if result is not None else [args, kwargs]]
-    while todo:
-        value = todo.pop(0)
-        if isinstance(value, torch.Tensor):
-            dims = [d for d in (0, 1) if value.dim() > d and value.shape[d] == call["rows"]]
-            if dims and not isinstance(value, torch.nn.Parameter):
-                found.append(value.movedim(dims[0], 0)[call["row"]].contiguous().reshape(-1).view(torch.uint8).cpu())
-        elif isinstance(value, (list, tuple)):
-            todo = list(value) + todo
-        elif isinstance(value, dict):
-            todo = list(value.values()) + todo
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.uint8)
+    return row_in(result, call, False) or row_in(result, call, True) or row_in((args, kwargs), call, False)
 
 
 with torch.no_grad():
     left, right = row_of(DATA["left"]), row_of(DATA["right"])
 print(DATA["site"], "row", DATA["left"]["row"], "of", DATA["left"]["rows"], "against row", DATA["right"]["row"], "of",
       DATA["right"]["rows"])
-if left.shape == right.shape and torch.equal(left, right):
+both = [name for name in left if name in right]
+if not both:
+    sys.exit("the two calls return nothing that can be compared")
+left, right = (torch.cat([side[name] for name in both]) for side in (left, right))
+where = (left != right).nonzero().flatten()
+if not len(where):
     print("equal:", left.numel(), "bytes")
     sys.exit(0)
-where = (left != right).nonzero().flatten() if left.shape == right.shape else None
-print("differ:", "shapes" if where is None else
-      f"{{where.numel()}} of {{left.numel()}} bytes, first at byte {{int(where[0])}}: "
+print(f"differ: {{len(where)}} of {{left.numel()}} bytes, first at byte {{int(where[0])}}: "
       f"{{int(left[where[0]])}} and {{int(right[where[0]])}}")
 sys.exit(1)
 '''
@@ -91,47 +113,100 @@ def call_of(held: dict, row: int, start: int = 0, stop: int | None = None) -> di
     return {"args": args, "kwargs": kwargs, "rows": stop - start, "row": row - start}
 
 
-def row_bits(function, call: dict):
-    """The hash of one row of a call's result; None if the call cannot be made."""
+def row_bits(function, call: dict) -> dict[str, int] | None:
+    """The hashes of one row of a call's result; None if the call cannot be made."""
     copy = take((call["args"], call["kwargs"]), call["rows"], 0, call["rows"])
     try:
         with torch.no_grad():
-            result = function(*copy[0], **copy[1])
-        hashed = combined(result, call["rows"])
-        hashed = combined(copy, call["rows"]) if hashed is None else hashed
-        return None if hashed is None else int(hashed[call["row"]])
-    except (RuntimeError, ValueError, AssertionError, IndexError, TypeError, KeyError):
-        return None  # many kernels take no cut arguments; the form is then not available
+            given = hashes(copy, call["rows"])
+            found = result_hashes(function(*copy[0], **copy[1]), copy, call["rows"])
+        return {tensor: int(hashed[call["row"]]) for tensor, hashed in found.items()
+                if tensor not in given or not torch.equal(given[tensor], hashed)}
+    except Exception as error:  # noqa: BLE001 - many kernels take no cut arguments, each says so in its own way
+        print(f"no replay of {call['rows']} rows: {type(error).__name__}: {error}", flush=True)
+        return None
 
 
-def reduce(function, left: dict, left_row: int, right: dict, right_row: int) -> dict | None:
-    """The smallest pair of calls that still differ, or None."""
-    for held, row in ((right, right_row), (left, left_row)):
+def _differ(one: dict[str, int] | None, other: dict[str, int] | None) -> bool:
+    return bool(one and other) and any(one[tensor] != other[tensor] for tensor in set(one) & set(other))
+
+
+def reduce(function, left: dict, right: dict) -> dict | None:
+    """The smallest pair of calls that still differ, or None. The caller has seen that the row's inputs agree."""
+    for held in (right, left):
+        row = held["row"]
         single = call_of(held, row, row, row + 1)
         alone, start, stop = row_bits(function, single), 0, held["rows"]
-        if alone is None or row_bits(function, call_of(held, row)) in (None, alone):
+        if not _differ(alone, row_bits(function, call_of(held, row))):
             continue
         while stop - start > 2:  # halve the neighbours away, from the end and then from the front
             middle = (start + stop + 1) // 2
             part = next(((a, b) for a, b in ((start, middle), (middle, stop))
-                         if a <= row < b and row_bits(function, call_of(held, row, a, b)) not in (None, alone)), None)
+                         if a <= row < b and _differ(alone, row_bits(function, call_of(held, row, a, b)))), None)
             if part is None:
                 break
             start, stop = part
         return {"form": "alone", "left": call_of(held, row, start, stop), "right": single}
-    one, two = call_of(left, left_row), call_of(right, right_row)
-    bits = row_bits(function, one), row_bits(function, two)
-    return {"form": "arms", "left": one, "right": two} if None not in bits and bits[0] != bits[1] else None
+    one, two = (call_of(held, held["row"]) for held in (left, right))
+    if _differ(row_bits(function, one), row_bits(function, two)):
+        return {"form": "arms", "left": one, "right": two}
+    return None
 
 
-def write(folder: pathlib.Path, name: str, site: str, path: str | None, module, pair: dict) -> pathlib.Path:
-    """<name>.py and <name>.pt: the script and the arguments."""
+def _plain(value, seen: dict):
+    """The same with bare parameters: an engine's carry their loaders, and with them the whole model."""
+    if isinstance(value, torch.nn.Parameter):
+        return seen.setdefault(id(value), torch.nn.Parameter(value.data.clone(), requires_grad=False))
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return type(value)(_plain(item, seen) for item in value)
+    return {key: _plain(item, seen) for key, item in value.items()} if type(value) is dict else value
+
+
+class _Bounded:
+    """A file that ends its writer when that becomes too long."""
+
+    def __init__(self, path: pathlib.Path):
+        self.file, self.length = path.open("wb"), 0
+
+    def write(self, data) -> int:
+        self.length += len(data)
+        if self.length > LARGEST:
+            raise ValueError(f"its arguments take more than {LARGEST >> 20} MiB")
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def write(folder: pathlib.Path, name: str, site: str, path: str | None, module, pair: dict,
+          prelude: str = "") -> pathlib.Path:
+    """<name>.py and <name>.pt: the script and the arguments. `prelude`: what it has to do before anything else."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / f"{name}.py"
-    torch.save({"site": site, "path": path, "module": module, "left": pair["left"], "right": pair["right"]},
-               script.with_suffix(".pt"))
-    script.write_text(SCRIPT.format(title=f"{site}: the same row, other bits ({pair['form']})."))
+    calls, data = _plain({side: pair[side] for side in ("left", "right")}, {}), script.with_suffix(".pt")
+    bounded = _Bounded(data)
+    try:
+        torch.save({"site": site, "path": path, "module": module, **calls}, bounded)
+    except BaseException:
+        data.unlink()
+        raise
+    finally:
+        bounded.file.close()
+    script.write_text(SCRIPT.format(title=f"{site}: the same row, other bits ({pair['form']}).", prelude=prelude))
     return script
+
+
+def run(script: pathlib.Path, env: dict[str, str]) -> dict:
+    """What the file says in a process of its own, and how long that takes."""
+    started = time.monotonic()
+    try:
+        done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False,
+                              timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return {"shown": False, "seconds": PATIENCE, "said": f"not done after {PATIENCE:.0f} s"}
+    said = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return {"shown": done.returncode == 1 and "\ndiffer: " in done.stdout, "exit": done.returncode,
+            "seconds": round(time.monotonic() - started, 1), "said": said[-1] if said else ""}
 
 
 def function_of(held: dict, model: torch.nn.Module):

@@ -1,9 +1,11 @@
-"""Watches a model run: hashes the rows of every watched call's inputs and outputs, and can keep one call's arguments.
+"""Watches a model run: hashes the rows of every watched call's inputs and outputs, and can keep some calls' arguments.
 
 A watched call ("site") is a module's forward or a function named by the recipe. Its name is the path of the module it
 runs in, the function, and a counter within that module's call, so that both arms of a comparison name it alike:
 `layers.1.attn/mm#0`. A row is one token; what is hashed is every tensor argument or result that has a row for each
-token of the step. The hash is a sum of products in wrapping 64-bit integers, so it is exact and depends on no order.
+token of the step, each by itself: two arms are compared in the tensors that have rows of one shape in both, so that a
+scale of shape [1], which looks like a row in a step of one token, is no difference. The hash is a sum of products in
+wrapping 64-bit integers, so it is exact and depends on no order.
 """
 from __future__ import annotations
 
@@ -15,6 +17,9 @@ import importlib
 import torch
 
 CHUNK = 1024  # rows hashed at once: the int64 copy of 8192 rows of a wide tensor would take gigabytes
+WIDEST = 1 << 20  # bytes of a row; what is wider is no activation (a cache whose block is as long as the step)
+MOST = 6          # sites from which a repro is tried
+SHARED = 1 << 30  # bytes of an argument that is kept as it is and not copied: a KV cache
 
 
 @functools.lru_cache(maxsize=256)
@@ -27,8 +32,9 @@ def row_hash(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """[rows] int64 over the bits of each row. tensor: [rows, ...] of any dtype."""
     out = torch.zeros(rows, dtype=torch.int64, device=tensor.device)
     for start in range(0, rows, CHUNK):
-        part = tensor[start:start + CHUNK].reshape(min(CHUNK, rows - start), -1).contiguous().view(torch.uint8)
-        if part.shape[1] % 4 == 0 and part.shape[1]:
+        part = tensor[start:start + CHUNK].reshape(min(CHUNK, rows - start), -1).contiguous()
+        part = (part if part.data_ptr() % 4 == 0 else part.clone()).view(torch.uint8)  # a slice may begin anywhere
+        if part.shape[1] % 4 == 0:
             part = part.view(torch.int32)
         out[start:start + CHUNK] = (part.to(torch.int64) * _weights(part.shape[1], str(part.device))).sum(1)
     return out
@@ -49,34 +55,43 @@ def _tensors(value, found: list) -> list:
 def by_rows(tensor: torch.Tensor, rows: int, longer: bool = False) -> torch.Tensor | None:
     """The tensor with its token dimension first, or None if it has none. [splits, T, N] counts as well as [T, ...];
     with `longer` also a buffer of more rows, of which the first T are meant."""
-    if isinstance(tensor, torch.nn.Parameter) or tensor.dim() == 0:
+    if isinstance(tensor, torch.nn.Parameter) or tensor.dim() == 0 or tensor.numel() == 0:
         return None
     if tensor.shape[0] == rows or (longer and tensor.shape[0] > rows):
-        return tensor[:rows]
-    return tensor.movedim(1, 0) if tensor.dim() > 1 and tensor.shape[1] == rows else None
+        aligned = tensor[:rows]
+    elif tensor.dim() > 1 and tensor.shape[1] == rows:
+        aligned = tensor.movedim(1, 0)
+    else:
+        return None
+    return aligned if aligned[0].numel() * aligned.element_size() <= WIDEST else None
 
 
-def combined(values, rows: int, longer: bool = False) -> torch.Tensor | None:
-    """One hash a row over all row tensors in a nest of arguments or results."""
-    total = None
-    for tensor in _tensors(values, []):
-        if (aligned := by_rows(tensor, rows, longer)) is not None:
-            hashed = row_hash(aligned, rows)
-            total = hashed if total is None else total * 1000003 + hashed
-    return total
+def hashes(values, rows: int, longer: bool = False, what: str = "argument") -> dict[str, torch.Tensor]:
+    """The row hashes of every row tensor in a nest of arguments or results, by its place and the shape of a row."""
+    return {f"{what} {place} {list(aligned.shape[1:])}": row_hash(aligned, rows)
+            for place, tensor in enumerate(_tensors(values, []))
+            if (aligned := by_rows(tensor, rows, longer)) is not None}
+
+
+def result_hashes(result, arguments, rows: int) -> dict[str, torch.Tensor]:
+    """What a call made. Some return a buffer sized for the largest step; one that returns nothing has written to its
+    arguments, which then stand here as they were left."""
+    return (hashes(result, rows, what="result") or hashes(result, rows, longer=True, what="result")
+            or hashes(arguments, rows))
 
 
 class Tracer:
     """`with tracer.installed(): tracer.begin(T); model(...); tracer.end(keys, wanted)` for each step."""
 
-    def __init__(self, model: torch.nn.Module, functions: list[str] = (), keep: str | None = None, keep_key=None):
-        self.model, self.functions, self.keep, self.keep_key = model, functions, keep, keep_key
-        self.sites: dict[str, dict] = {}   # name -> {"keys": [...], "in": [...], "out": [...]}, in call order
+    def __init__(self, model: torch.nn.Module, functions: list[str] = (), keep: dict[str, tuple] | None = None):
+        self.model, self.functions, self.keep = model, functions, keep or {}  # keep: site -> row whose call is wanted
+        # name -> {"in": {tensor: {key: hash}}, "out": the same, "written": the tensors of "out" that the call made}
+        self.sites: dict[str, dict] = {}   # in call order
         self.missing: list[str] = []       # functions that could not be found
-        self.kept: list[dict] = []         # arguments of the kept site, one entry a step
+        self.kept: dict[str, dict] = {}    # site -> arguments of that call
         self._rows = 0
         self._stack: list[tuple[str, collections.Counter]] = []
-        self._step: list[tuple[str, torch.Tensor | None, torch.Tensor]] = []
+        self._step: list[tuple[str, dict, dict]] = []
         self._held: list[dict] = []
 
     # ---- one step
@@ -87,17 +102,22 @@ class Tracer:
 
     def end(self, keys: list, wanted) -> None:
         """keys: what each row is, e.g. (request, position); rows whose key is not `wanted` are dropped."""
-        chosen = [i for i, key in enumerate(keys) if wanted(key)]
         rows, self._rows = self._rows, 0
-        if chosen and rows == len(keys):
-            index = torch.tensor(chosen)
-            for name, before, after in self._step:
-                site = self.sites.setdefault(name, {"keys": [], "in": [], "out": []})
-                site["keys"] += [keys[i] for i in chosen]
-                site["in"] += (before.cpu()[index] if before is not None else torch.zeros(len(chosen))).tolist()
-                site["out"] += after.cpu()[index].tolist()
-            if self.keep_key is None or self.keep_key in keys:
-                self.kept += [held | {"keys": keys} for held in self._held]
+        if rows != len(keys):
+            raise RuntimeError(f"a step of {rows} tokens was read as {len(keys)} rows: it is not the batch that ran")
+        chosen = [row for row, key in enumerate(keys) if wanted(key)]
+        named = [keys[row] for row in chosen]
+        for name, before, after in self._step if chosen else []:
+            site = self.sites.setdefault(name, {"in": {}, "out": {}, "written": set()})
+            before, after = ({tensor: hashed.cpu() for tensor, hashed in side.items()} for side in (before, after))
+            for side, found in (("in", before), ("out", after)):
+                for tensor, hashed in found.items():
+                    site[side].setdefault(tensor, {}).update(zip(named, hashed[chosen].tolist(), strict=True))
+            site["written"] |= {tensor for tensor, hashed in after.items()
+                                if tensor not in before or not torch.equal(before[tensor], hashed)}
+        for held in self._held:
+            if (key := self.keep[held["site"]]) in keys:
+                self.kept.setdefault(held["site"], held | {"row": keys.index(key)})
         self._step, self._held = [], []
 
     # ---- hooks
@@ -118,12 +138,13 @@ class Tracer:
         def before(_, args, kwargs):
             if self._rows:
                 self._stack.append((name, collections.Counter()))
-                open_calls.append((combined((args, kwargs), self._rows), self._hold(name, args, kwargs)))
+                open_calls.append(hashes((args, kwargs), self._rows))
+                self._hold(name, args, kwargs)
 
         def after(_, args, kwargs, result):
             if self._rows:
                 self._stack.pop()
-                self._record(name, *open_calls.pop(), (args, kwargs), result)
+                self._step.append((name, open_calls.pop(), result_hashes(result, (args, kwargs), self._rows)))
 
         for handle in (module.register_forward_pre_hook(before, with_kwargs=True),
                        module.register_forward_hook(after, with_kwargs=True)):
@@ -144,28 +165,19 @@ class Tracer:
             module, counter = self._stack[-1]
             name = f"{module}/{short}#{counter[short]}"
             counter[short] += 1
-            before, held = combined((args, kwargs), self._rows), self._hold(name, args, kwargs, path)
+            before = hashes((args, kwargs), self._rows)
+            self._hold(name, args, kwargs, path)
             result = function(*args, **kwargs)
-            self._record(name, before, held, (args, kwargs), result)
+            self._step.append((name, before, result_hashes(result, (args, kwargs), self._rows)))
             return result
 
         setattr(owner, attribute, watched)
         undo.callback(setattr, owner, attribute, function)
 
-    def _hold(self, name: str, args, kwargs, path: str | None = None) -> dict | None:
-        if name != self.keep:
-            return None
-        return {"site": name, "path": path, "rows": self._rows, "args": _clone(args), "kwargs": _clone(kwargs)}
-
-    def _record(self, name: str, before, held: dict | None, arguments, result) -> None:
-        # Some calls return a buffer sized for the largest step; one that returns nothing has written to its arguments.
-        after = combined(result, self._rows)
-        after = combined(result, self._rows, longer=True) if after is None else after
-        after = combined(arguments, self._rows) if after is None else after
-        if after is not None:
-            self._step.append((name, before, after))
-        if held is not None:
-            self._held.append(held | {"result": _clone(result), "after": _clone(arguments)})
+    def _hold(self, name: str, args, kwargs, path: str | None = None) -> None:
+        if name in self.keep:
+            self._held.append({"site": name, "path": path, "rows": self._rows, "args": _clone(args),
+                               "kwargs": _clone(kwargs)})
 
 
 def resolve(path: str):
@@ -179,10 +191,9 @@ def resolve(path: str):
 
 
 def _clone(value):
-    if isinstance(value, torch.nn.Parameter):
-        return value
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        as_it_is = isinstance(value, torch.nn.Parameter) or value.numel() * value.element_size() > SHARED
+        return value if as_it_is else value.detach().clone()
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return type(value)(_clone(item) for item in value)
     if type(value) is dict:
@@ -190,30 +201,51 @@ def _clone(value):
     return value
 
 
-def _by_key(site: dict) -> dict[tuple, tuple[int, int]]:
-    """Row key -> (hash of its inputs, hash of its outputs)."""
-    return {tuple(key): pair for key, *pair in zip(site["keys"], site["in"], site["out"], strict=True)}
+def _differing(one: dict[str, dict], other: dict[str, dict], tensors: set[str]) -> tuple[set, set]:
+    """(keys of rows that were compared, keys of rows that differ) over the tensors that both have."""
+    compared, differ = set(), set()
+    for tensor in tensors & set(one) & set(other):
+        shared = set(one[tensor]) & set(other[tensor])
+        compared |= shared
+        differ |= {key for key in shared if one[tensor][key] != other[tensor][key]}
+    return compared, differ
 
 
-def first_difference(left: dict[str, dict], right: dict[str, dict]) -> dict | None:
-    """The earliest site, in call order, with a row whose output differs; of its rows the one with the smallest key.
-
-    All sites before it agree on all rows, so what it was given through watched calls is equal, and the difference was
-    made in it, in an unwatched operator just before it (`inputs_agree` is false then), or in state it reads.
-    """
-    agreed = None
+def differences(left: dict[str, dict], right: dict[str, dict]) -> list[dict]:
+    """Every site, in call order, with a row whose output differs; the row named is one whose inputs agree, if there is
+    one (`inputs_agree`): for it the difference was made in the call, or in state that it reads."""
+    found = []
     for name, one in left.items():
         other = right.get(name)
         if other is None:
             continue
-        mine, yours = _by_key(one), _by_key(other)
-        shared = sorted(set(mine) & set(yours))
-        differing = [key for key in shared if mine[key][1] != yours[key][1]]
-        if differing:
-            key = differing[0]
-            return {"site": name, "key": list(key), "rows_differing": len(differing), "rows_compared": len(shared),
-                    "inputs_agree": mine[key][0] == yours[key][0], "last_agreeing": agreed,
-                    "only_left": sorted(set(left) - set(right))[:20], "only_right": sorted(set(right) - set(left))[:20]}
-        if shared:
-            agreed = name
-    return None
+        written = one["written"] | other["written"]
+        compared, differ = _differing(one["out"], other["out"], written)
+        given, unequal = _differing(one["in"], other["in"], set(one["in"]) - written)
+        made_here = (differ & given) - unequal
+        if compared:
+            found.append({"site": name, "key": list(min(made_here or differ)) if differ else None,
+                          "rows_differing": len(differ), "rows_compared": len(compared),
+                          "inputs_agree": bool(made_here)})
+    return found
+
+
+def first_difference(left: dict[str, dict], right: dict[str, dict]) -> dict | None:
+    """The earliest site, in call order, with a row whose output differs.
+
+    All sites before it agree on all rows, so what it was given through watched calls is equal, and the difference was
+    made in it, in an unwatched operator just before it (`inputs_agree` is false then), or in state it reads.
+    `made_here`: the sites, without those around them, that have such a row with equal inputs: where a repro may start.
+    """
+    sites = differences(left, right)
+    first = next((index for index, site in enumerate(sites) if site["rows_differing"]), None)
+    if first is None:
+        return None
+    made_here: list[dict] = []
+    for site in sites[first:]:
+        inner = any(each["site"].startswith((site["site"] + ".", site["site"] + "/")) for each in made_here)
+        if site["inputs_agree"] and not inner:
+            made_here.append({"site": site["site"], "key": site["key"]})
+    return sites[first] | {"last_agreeing": sites[first - 1]["site"] if first else None, "made_here": made_here[:MOST],
+                           "only_left": sorted(set(left) - set(right))[:20],
+                           "only_right": sorted(set(right) - set(left))[:20]}

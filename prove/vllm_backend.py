@@ -121,21 +121,21 @@ class Backend:
         seconds = time.perf_counter() - started
         return {"tokens": tokens, "seconds": seconds, **clock.summary()}
 
-    def op_trace(self, *, watch: str, limit: int, functions: list[str], keep: str | None = None,
-                 keep_position: int | None = None, arm: str = "left", **run) -> dict:
-        """A run with every watched call hashed, for one request's positions up to `limit`. `keep` names a site whose
-        arguments, in the step that holds `keep_position`, are held for op_repro."""
+    def op_trace(self, *, watch: dict[str, int], functions: list[str], keep: list[dict] = (), arm: str = "left",
+                 **run) -> dict:
+        """A run with every watched call hashed, for each request of `watch` its positions up to the one given. `keep`
+        names sites, and for each the row (`key`) of which the call's arguments are held for op_repro."""
         from prove.trace import Tracer
 
-        tracer = Tracer(self.runner.model, functions, keep=keep, keep_key=(watch, keep_position) if keep else None)
+        tracer = Tracer(self.runner.model, functions, keep={each["site"]: tuple(each["key"]) for each in keep})
         execute = self.runner.execute_model
 
         def traced(scheduler_output, *args, **kwargs):
-            tracer.begin(scheduler_output.total_num_scheduled_tokens)
+            tokens = scheduler_output.total_num_scheduled_tokens
+            tracer.begin(tokens)
             result = execute(scheduler_output, *args, **kwargs)
-            state = self.runner.execute_model_state
-            keys = _row_keys(state.input_batch) if state is not None else []
-            tracer.end(keys, lambda key: key[0] == watch and key[1] <= limit)
+            keys = _row_keys(self.runner.execute_model_state.input_batch) if tokens else []
+            tracer.end(keys, lambda key: key[1] <= watch.get(key[0], -1))
             return result
 
         self.runner.execute_model = traced
@@ -144,33 +144,31 @@ class Backend:
                 self.op_run(**{**run, "graphs": "off"})
         finally:
             self.runner.execute_model = execute
-        if keep:
-            self.held[arm] = tracer.kept
+        self.held[arm] = tracer.kept
+        names = {name: index for index, name in enumerate(watch)}
         return {"missing": tracer.missing, "sites": [
-            {"name": name, "positions": pack(np.asarray([k[1] for k in site["keys"]], np.int64)),
-             "in": pack(np.asarray(site["in"], np.int64)), "out": pack(np.asarray(site["out"], np.int64))}
-            for name, site in tracer.sites.items()]}
+            {"name": name, "written": sorted(site["written"]),
+             **{side: _packed(site[side], names) for side in ("in", "out")}} for name, site in tracer.sites.items()]}
 
-    def op_repro(self, *, watch: str, position: int, folder: str, name: str) -> dict:
-        """Reduces the two held calls to a file that shows the difference by itself."""
+    def op_repro(self, *, site: str, folder: str, name: str, env: dict[str, str]) -> dict:
+        """Reduces the two held calls to a file that shows the difference by itself. env: what vLLM has to see there."""
         import torch
 
         from prove import repro
 
-        if not (self.held.get("left") and self.held.get("right")):
-            return {"form": None, "why": "the site was not called with this row in both arms"}
-        (left, left_row), (right, right_row) = (
-            (held, held["keys"].index((watch, position))) for held in (self.held["left"][0], self.held["right"][0]))
+        if not all(site in self.held.get(arm, {}) for arm in ("left", "right")):
+            return {"form": None, "why": "it was not called with this row in both arms again"}
+        left, right = (self.held[arm][site] for arm in ("left", "right"))
         function, module = repro.function_of(left, self.runner.model)
         with torch.inference_mode():
-            pair = repro.reduce(function, left, left_row, right, right_row)
+            pair = repro.reduce(function, left, right)
         if pair is None:
             return {"form": None, "why": "replaying the call on its arguments alone shows no difference: it depends on "
                                          "state it reads (a KV cache, the step's attention metadata)"}
         try:
-            script = repro.write(pathlib.Path(folder), name, left["site"], left["path"], module, pair)
+            script = repro.write(pathlib.Path(folder), name, site, left["path"], module, pair, _prelude(env))
         except Exception as error:  # noqa: BLE001 - pickling a module can fail in any way; the finding stands
-            return {"form": pair["form"], "why": f"the module cannot be saved: {type(error).__name__}: {error}"}
+            return {"form": pair["form"], "why": f"the call cannot be saved: {type(error).__name__}: {error}"}
         return {"form": pair["form"], "script": script.name, "rows": [pair["left"]["rows"], pair["right"]["rows"]]}
 
     def _drive(self, requests: list[dict], graphs: str, preempt_at: set[int]) -> dict:
@@ -261,6 +259,22 @@ def _row_keys(batch) -> list[tuple[str, int]]:
         rows = range(int(batch.query_start_loc_np[index]), int(batch.query_start_loc_np[index + 1]))
         keys += [(name.rpartition("-")[0].rpartition(".")[0], positions[row]) for row in rows]
     return keys
+
+
+def _packed(side: dict[str, dict], names: dict[str, int]) -> dict[str, list[dict]]:
+    """{tensor: {(request, position): hash}} for the pipe: {tensor: [numbers of the requests, positions, hashes]}."""
+    return {tensor: [pack(np.asarray(column, np.int64)) for column in (
+                [names[name] for name, _ in rows], [position for _, position in rows], [*rows.values()])]
+            for tensor, rows in side.items()}
+
+
+def _prelude(env: dict[str, str]) -> str:
+    """What puts a process of its own into the state in which an engine of this environment calls its operators."""
+    lines = ["import os", f"os.environ.update({env!r})"]
+    if env.get("VLLM_BATCH_INVARIANT") == "1":  # as v1/worker/gpu_worker.py does: it replaces operators of torch
+        lines += ["from vllm.model_executor.determinism.batch_invariant import init_batch_invariance",
+                  "init_batch_invariance()"]
+    return "\n".join(lines)
 
 
 def _answer(output) -> dict:

@@ -1,16 +1,21 @@
 """Bisecting on a small torch model with a planted fault: the right operator is named, and its repro runs by itself."""
+import json
 import os
+import pathlib
 import resource
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import torch
 
-from prove import bisect, repro, trace, workload
-from prove.engine import pack
+from prove import bisect, recipe, record, repro, trace, ui, workload
+from prove.engine import EngineError, pack
 from prove.rollout import Answers
+
+FAKE = str(pathlib.Path(__file__).with_name("bisect_fake.py"))
 
 PLANTED = """
 import torch
@@ -66,9 +71,9 @@ FUNCTIONS = ["planted_ops:mix", "planted_ops:scale", "planted_ops:gone"]
 ROWS = torch.randn(9, 8, generator=torch.Generator().manual_seed(1))
 
 
-def traced(model, batches, keep=None, keep_key=None):
+def traced(model, batches, keep=None):
     """Runs the rows in the given batches; row i is position i of request "r"."""
-    tracer = trace.Tracer(model, FUNCTIONS, keep=keep, keep_key=keep_key)
+    tracer = trace.Tracer(model, FUNCTIONS, keep=keep)
     with torch.no_grad(), tracer.installed():
         for start, stop in batches:
             tracer.begin(stop - start)
@@ -102,7 +107,46 @@ def test_watching_leaves_no_hook_and_no_patch_behind(ops):
 
 def test_a_call_that_returns_nothing_is_hashed_by_what_it_wrote(ops):
     sites = traced(Model(ops), BATCHED).sites
-    assert len(set(sites["layers.0/scale#0"]["out"])) == 8
+    site = sites["layers.0/scale#0"]
+    assert site["written"] == {"argument 1 [8]"} and len(set(site["out"]["argument 1 [8]"].values())) == 8
+
+
+def test_what_lies_in_a_buffer_before_it_is_written_is_no_input(ops):
+    """The arms' output buffers hold whatever was there; the call that fills them was still given equal inputs."""
+    def site(garbage, result):
+        rows = {("r", 0): garbage}, {("r", 0): result}
+        return {"f": {"in": {"argument 0 [8]": {("r", 0): 5}, "argument 1 [8]": rows[0]},
+                      "out": {"argument 0 [8]": {("r", 0): 5}, "argument 1 [8]": rows[1]},
+                      "written": {"argument 1 [8]"}}}
+    assert trace.first_difference(site(1, 7), site(2, 7)) is None
+    assert trace.first_difference(site(1, 7), site(2, 8))["inputs_agree"]
+
+
+def test_a_scale_that_looks_like_a_row_is_no_difference():
+    """In a step of one token a tensor of shape [1, 3] has as many rows as the step; in the other arm it has not."""
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Identity()
+
+        def forward(self, x):
+            self.inner((x, torch.full((1, 3), float(len(x)))))
+            return x
+    model = torch.nn.Sequential(Scaled())
+    assert trace.first_difference(traced(model, BATCHED).sites, traced(model, ALONE).sites) is None
+
+
+def test_a_step_that_is_not_the_batch_read_is_refused(ops):
+    tracer = trace.Tracer(Model(ops))
+    tracer.begin(3)
+    with pytest.raises(RuntimeError, match="a step of 3 tokens was read as 2 rows"):
+        tracer.end([("r", 0), ("r", 1)], lambda key: True)
+
+
+def test_a_row_that_begins_anywhere_is_hashed():
+    flat = torch.arange(32, dtype=torch.uint8)
+    assert torch.equal(trace.row_hash(flat[1:9].reshape(1, 8), 1), trace.row_hash(flat[1:9].clone().reshape(1, 8), 1))
+    assert trace.hashes((torch.zeros(4, 0), torch.zeros(4, trace.WIDEST + 1, dtype=torch.uint8)), 4) == {}
 
 
 def test_row_hash_sees_one_bit_in_any_dtype():
@@ -121,12 +165,11 @@ def test_row_hash_is_the_same_in_any_batch():
 
 def test_the_repro_runs_by_itself_and_shows_the_difference(ops, tmp_path):
     model = Model(ops)
-    key = ("r", 3)
-    left = traced(model, BATCHED, keep="layers.1/mix#0", keep_key=key).kept[0]
-    right = traced(model, ALONE, keep="layers.1/mix#0", keep_key=key).kept[0]
+    site, keep = "layers.1/mix#0", {"layers.1/mix#0": ("r", 3)}
+    left, right = (traced(model, batches, keep).kept[site] for batches in (BATCHED, ALONE))
     function, module = repro.function_of(left, model)
     assert function is ops.mix and module is None
-    pair = repro.reduce(function, left, left["keys"].index(key), right, right["keys"].index(key))
+    pair = repro.reduce(function, left, right)
     assert pair["form"] == "alone" and pair["left"]["rows"] == 5 and pair["right"]["rows"] == 1  # 9 rows halved to 5
     script = repro.write(tmp_path / "out", "repro", left["site"], left["path"], module, pair)
     started = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -146,23 +189,64 @@ def test_a_module_is_saved_with_its_repro(ops, tmp_path):
         def forward(self, x):
             return x + torch.arange(len(x))[:, None]
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Hardtanh(), Doubler())
-    left = {"site": "2", "path": None, "rows": 4, "args": (ROWS[:4],), "kwargs": {}}
-    right = {"site": "2", "path": None, "rows": 4, "args": (ROWS[2:6],), "kwargs": {}}
+    left = {"site": "2", "path": None, "rows": 4, "row": 3, "args": (ROWS[:4],), "kwargs": {}}
+    right = {"site": "2", "path": None, "rows": 4, "row": 1, "args": (ROWS[2:6],), "kwargs": {}}
     function, module = repro.function_of(left, model)
     assert module is model[2]
-    pair = repro.reduce(function, left, 3, right, 1)
+    pair = repro.reduce(function, left, right)
     assert pair["form"] == "alone"
 
 
 def test_a_call_that_replays_equal_gives_no_repro():
     state = iter(range(100))
-    held = {"site": "f", "path": "m:f", "rows": 1, "args": (torch.zeros(1, 2),), "kwargs": {}}
-    assert repro.reduce(lambda x: x + 0 * next(state), held, 0, held, 0) is None
+    held = {"site": "f", "path": "m:f", "rows": 1, "row": 0, "args": (torch.zeros(1, 2),), "kwargs": {}}
+    assert repro.reduce(lambda x: x + 0 * next(state), held, held) is None
 
 
-def test_the_earliest_parting_request_is_chosen():
-    import numpy as np
+def test_a_repro_starts_where_equal_inputs_became_other_outputs():
+    """Not in a call that was given other inputs, and not in the module around the call that made the difference."""
+    def site(given, made):
+        return {"in": {"argument 0 [8]": {("r", i): x for i, x in enumerate(given)}},
+                "out": {"result 0 [8]": {("r", i): x for i, x in enumerate(made)}}, "written": {"result 0 [8]"}}
+    left = {"a/f#0": site([1, 2], [3, 4]), "a": site([1, 2], [3, 4]), "b": site([3, 4], [5, 6]),
+            "c": site([5, 6], [7, 8])}
+    right = {"a/f#0": site([1, 2], [3, 9]), "a": site([1, 2], [3, 9]), "b": site([3, 9], [5, 9]),
+             "c": site([5, 9], [9, 9])}
+    found = trace.first_difference(left, right)
+    assert found["site"] == "a/f#0" and found["inputs_agree"]
+    assert found["made_here"] == [{"site": "a/f#0", "key": ["r", 1]}, {"site": "c", "key": ["r", 0]}]
 
+
+def test_a_parameter_is_saved_without_what_the_engine_hung_on_it(tmp_path):
+    """vLLM's parameters carry their loaders, bound methods of layers: pickled, they would be the whole model."""
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    weight.weight_loader = lambda: None  # cannot be pickled at all
+    call = {"args": (torch.randn(1, 8), weight), "kwargs": {}, "rows": 1, "row": 0}
+    script = repro.write(tmp_path, "r", "f", "torch.nn.functional:linear", None,
+                         {"form": "alone", "left": call, "right": call})
+    kept = torch.load(script.with_suffix(".pt"), weights_only=False)["left"]["args"][1]
+    assert isinstance(kept, torch.nn.Parameter) and torch.equal(kept, weight)
+    said = repro.run(script, dict(os.environ))
+    assert not said["shown"] and said["exit"] == 0 and said["said"].startswith("equal:"), said
+
+
+def test_arguments_that_would_take_seconds_to_load_are_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(repro, "LARGEST", 1000)
+    call = {"args": (torch.zeros(1, 4000),), "kwargs": {}, "rows": 1, "row": 0}
+    with pytest.raises((ValueError, RuntimeError)):
+        repro.write(tmp_path, "r", "f", "torch:neg", None, {"form": "alone", "left": call, "right": call})
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_file_begins_with_what_it_has_to_do_first(tmp_path):
+    call = {"args": (torch.zeros(1, 4),), "kwargs": {}, "rows": 1, "row": 0}
+    script = repro.write(tmp_path, "r", "f", "torch:neg", None, {"form": "alone", "left": call, "right": call},
+                         "import os\nos.environ.update({'A_WORD': 'seen'})\nprint(os.environ['A_WORD'])")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("seen\n"), done.stdout + done.stderr
+
+
+def test_the_earliest_parting_request_comes_first():
     requests = workload.build(100, 97).requests[:3]
     work = workload.Workload(requests, 97)
 
@@ -171,10 +255,22 @@ def test_the_earliest_parting_request_is_chosen():
                                "words": pack(np.asarray([flips.get((r.id, i), 1) for i in range(4)], np.uint32))}
                         for r in requests})
     base = answers({})
-    assert bisect.differing(work, base, base, base) is None
+    assert bisect.differing(work, base, base)[1] == {}
     other = answers({("r000", 0): 9, ("r002", 3): 9})
-    request, position = bisect.differing(work, base, base, other)
-    assert request.id == "r002" and position == len(request.prompt) - 1 + 3  # its prompt has one token
+    figures, watch = bisect.differing(work, base, other)
+    assert figures.differing_words == 2
+    assert list(watch.items()) == [("r002", 3), ("r000", 149)]  # r002's prompt has one token, r000's has 150
+
+
+def test_as_many_requests_are_followed_as_fit_and_at_least_one(monkeypatch):
+    requests = workload.build(100, 97).requests[:3]
+    work = workload.Workload(requests, 97)
+    one, two = (Answers({r.id: {"tokens": pack(np.zeros(4, np.int64)), "words": pack(np.full(4, word, np.uint32))}
+                         for r in requests}) for word in (1, 2))
+    monkeypatch.setattr(bisect, "ROWS", 151)
+    assert list(bisect.differing(work, one, two)[1]) == ["r002", "r000"]
+    monkeypatch.setattr(bisect, "ROWS", 0)
+    assert list(bisect.differing(work, one, two)[1]) == ["r002"]
 
 
 def test_an_unknown_arm_is_refused():
@@ -185,5 +281,73 @@ def test_an_unknown_arm_is_refused():
 
 def test_a_buffer_for_the_largest_step_counts_by_its_first_rows():
     buffer = torch.arange(40).reshape(20, 2)
-    assert trace.combined(buffer, 4) is None
-    assert torch.equal(trace.combined(buffer, 4, longer=True), trace.row_hash(buffer[:4], 4))
+    assert trace.hashes(buffer, 4) == {}
+    assert torch.equal(trace.hashes(buffer, 4, longer=True)["argument 0 [2]"], trace.row_hash(buffer[:4], 4))
+
+
+@pytest.fixture
+def command(ops, tmp_path, monkeypatch):
+    """Runs `prove bisect` on the fake engine, in real processes; `state` is what the tree that ran is to the lock."""
+    def go(arms=("decode", "decode-alone"), invariant=False, fault=None, functions=FUNCTIONS, state="locked"):
+        monkeypatch.setattr(record, "bind", lambda folder: {"state": state, "entry": "e", "digest": "d"})
+        monkeypatch.setattr(bisect, "QUICK", 1000.0)  # CI is crowded
+        made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": "m", "vocab": 97}, "engine": {"fault": fault},
+                                                      "bisect": {"functions": functions}})
+        return bisect.bisect(made, ui.UI(json_only=True), arms=arms, tokens=100, invariant=invariant, out=tmp_path,
+                             logs=tmp_path / "logs", budget=300.0, backend=FAKE,
+                             env={"FAKE_SITE": str(tmp_path), "PYTHONPATH": str(tmp_path)})
+    return go
+
+
+def test_the_contrast_passes_when_the_operator_is_named_and_its_file_shows_it(command, tmp_path):
+    data = command()
+    found = data["finding"]
+    assert found["site"] == "layers.1/mix#0" and found["inputs_agree"] and found["last_agreeing"] == "layers.1.norm"
+    assert found["watched"]["r002"] == 0 and sum(found["watched"].values()) < bisect.ROWS
+    assert found["repro"]["site"] == found["site"] and found["repro"]["form"] == "alone"
+    assert found["repro"]["run"]["shown"] and found["repro"]["run"]["said"].startswith("differ: "), found["repro"]
+    assert data["rows"][0]["state"] == "differs" and data["rows"][0]["differing_words"] > 0
+    assert data["complete"] and data["passed"]
+    assert json.loads((tmp_path / "bisect-contrast-fake.json").read_text()) == data
+
+
+def test_a_difference_with_batch_invariance_on_is_found_and_does_not_pass(command, tmp_path):
+    """Its file first makes of its process what the engine's was: here the module stands for vLLM's."""
+    folder = tmp_path / "vllm" / "model_executor" / "determinism"
+    folder.mkdir(parents=True)
+    (folder / "batch_invariant.py").write_text("def init_batch_invariance():\n    print('made invariant')\n")
+    data = command(("decode", "prefill-alone"), invariant=True)
+    assert data["finding"]["site"] == "layers.1/mix#0" and not data["passed"]
+    assert data["finding"]["repro"]["run"]["shown"], data["finding"]["repro"]
+    script = tmp_path / "logs" / "repro" / data["finding"]["repro"]["script"]
+    assert "init_batch_invariance()" in script.read_text()
+
+
+def test_arms_that_agree_pass_only_with_batch_invariance_on(command):
+    invariant = command(("decode", "decode-reversed"), invariant=True)
+    assert invariant["finding"] is None and invariant["passed"] and invariant["rows"][0]["state"] == "equal"
+    contrast = command(("decode", "decode-reversed"))
+    assert contrast["finding"] is None and contrast["complete"] and not contrast["passed"]
+
+
+def test_a_tree_that_is_not_locked_proves_nothing(command):
+    assert not command(("decode", "decode-reversed"), invariant=True, state="other")["complete"]
+
+
+def test_an_operator_that_is_not_watched_is_found_as_its_layer_which_cannot_be_saved(command):
+    data = command(functions=["planted_ops:gone"])
+    assert data["finding"]["site"] == "layers.1" and "cannot be saved" in data["finding"]["repro"]["why"]
+    assert "gone" in data["finding"]["missing"][0] and not data["passed"]
+
+
+def test_a_difference_behind_the_watched_calls_is_said_to_be_there(command):
+    data = command(("decode", "decode-reversed"), fault="sampler")
+    assert data["finding"]["site"] is None and "the logits or the sampler differ" in data["finding"]["why"]
+    assert data["rows"][0]["state"] == "differs" and not data["passed"]
+
+
+def test_missing_answers_are_no_agreement():
+    requests = workload.build(100, 97).requests[:2]
+    work, nothing = workload.Workload(requests, 97), Answers({})
+    with pytest.raises(EngineError, match="missing in one arm"):
+        bisect.differing(work, nothing, nothing)
