@@ -50,6 +50,7 @@ def twice(ctx) -> None:
 
 
 def alone(ctx) -> None:
+    """Graphs of one row, the base run's of many (Megatron PR #6521: those of one and two tokens were reduced apart)."""
     chosen = ctx.work.spread(SUBSET)
     messages = [r.message(max_tokens=min(ALONE_HEAD, r.max_tokens)) for r in chosen]
     ctx.compare_decoded(ctx.run(messages, one_by_one=True), chosen, head=ALONE_HEAD)
@@ -104,7 +105,8 @@ def chunk_edges(ctx) -> None:
 
 
 def prefix_warm(ctx) -> None:
-    """The same requests again, reading what the first pass left in the cache."""
+    """The same requests again, reading what the first pass left in the cache, greedy ones among them (vllm #40896: at
+    temperature 0 the first answer was not that of the repeats)."""
     ctx.compare_decoded(ctx.run([r.message() for r in ctx.work.requests]))
     answers = ctx.run([r.message(read_cache=True) for r in ctx.work.requests], fresh=False)
     ctx.compare_decoded(answers)
@@ -125,9 +127,11 @@ def prefix_turns(ctx) -> None:
 
 
 def prefix_edges(ctx) -> None:
-    """Prompts that leave a shared prefix around block edges, with suffixes around the window and the ratios."""
+    """Prompts that leave a shared prefix around block edges, with suffixes around the window and the ratios (sglang
+    #22819: answers changed where the cached prefix was exactly one block)."""
     trunk = prompt(4 * ctx.block + 200, ctx.work.vocab, seed=31)
-    cuts = (ctx.block + 1, 2 * ctx.block - 1, 2 * ctx.block, 2 * ctx.block + 3, 3 * ctx.block + 129, 4 * ctx.block)
+    cuts = (ctx.block, ctx.block + 1, 2 * ctx.block - 1, 2 * ctx.block, 2 * ctx.block + 3, 3 * ctx.block + 129,
+            4 * ctx.block)
     requests = [Request(f"e{cut}+{tail}", trunk[:cut] + prompt(tail, ctx.work.vocab, seed=cut * 1000 + tail),
                         max_tokens=16, seed=cut + tail)
                 for cut in cuts for tail in (1, 2, 3, 5, 63, 65, 127, 128, 130)]
@@ -164,7 +168,8 @@ def eager_prefill(ctx) -> None:
 
 
 def _joining(requests) -> list[dict]:
-    """Short requests are decoding when longer prefills arrive, one after another."""
+    """Short requests are decoding when longer prefills arrive, one after another (vllm #51902: FlashAttention 3 tiles a
+    decode row by the longest prefill beside it)."""
     by_length = sorted(requests, key=lambda r: len(r.prompt))
     half = len(by_length) // 2
     return ([r.message(join=0) for r in by_length[:half]]

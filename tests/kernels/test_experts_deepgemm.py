@@ -19,6 +19,7 @@ def combine(seed: int = 0):
 
 
 def test_combine_is_independent_of_where_rows_lie():
+    """NeMo-RL #4243: the trainer's degree of expert parallelism was in its logprobs. It decides where rows lie."""
     rows, place, weights, expert = combine()
     moved = torch.randperm(len(rows))
     elsewhere = combine_reference(rows[moved], torch.argsort(moved)[place], weights, expert)

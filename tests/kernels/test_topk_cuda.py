@@ -143,6 +143,7 @@ def test_draft_rows_share_one_length():
 
 
 def test_the_order_of_threads_changes_nothing():
+    """vllm PR #55122: stock vLLM's slots go to the threads that come first. BF16 scores tie at the K-th."""
     logits, lengths = normal(2, 5000).bfloat16().float(), as_lengths(5000, 4000)
     first = None
     for seed in range(8):

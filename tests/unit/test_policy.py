@@ -65,6 +65,7 @@ def _settings(config, facts=HOPPER):
 
 
 BROKEN = {
+    # sglang PR #24654: each rank runs the Top-K, and ranks that choose differently add up sums of different rows
     "--tensor-parallel-size": {"parallel_config__tensor_parallel_size": 8},
     "--pipeline-parallel-size": {"parallel_config__pipeline_parallel_size": 2},
     "--decode-context-parallel-size": {"parallel_config__decode_context_parallel_size": 2},

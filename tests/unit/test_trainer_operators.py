@@ -137,6 +137,25 @@ def test_a_scan_starts_anew_with_every_sequence():
         assert torch.allclose(packed[begin:end], alone, rtol=1e-12)
 
 
+def test_where_an_expert_lies_changes_no_bit():
+    """NeMo-RL #4243: logprobs followed the trainer's degree of expert parallelism. All it decides is where an expert
+    lies; a token's sum keeps the order of its slots. In fp32, where another order of three shows."""
+    x, weights, w1, w2 = (normal(*shape).detach().float().requires_grad_()
+                          for shape in ((64, 8), (64, 3), (4, 5, 8), (4, 8, 5)))
+    ids = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(row))[:3] for row in range(64)]).int()
+    place = torch.tensor([2, 0, 3, 1])  # of experts 0 to 3
+
+    def run(w1, w2, ids):
+        out = experts.experts(experts.reference, x, w1, w2, weights, ids)
+        return out, *torch.autograd.grad(out, (x, weights, w1, w2), torch.ones_like(out))
+
+    order = place.argsort()
+    out, dx, dweights, dw1, dw2 = run(w1, w2, ids)
+    moved = run(w1[order], w2[order], place[ids.long()].int())
+    for one, other in zip((out, dx, dweights, dw1[order], dw2[order]), moved, strict=True):
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
 def test_experts_backward_gives_the_same_bits_twice():
     inputs = [t.detach().to(torch.bfloat16).requires_grad_() for t in OPERATORS["experts"][2]()]
     inputs[3] = inputs[3].detach().float().requires_grad_()

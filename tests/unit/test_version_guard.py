@@ -457,6 +457,8 @@ def test_older_version_is_refused_and_serving_goes_on(pair):
 
 @pytest.mark.parametrize("fault", ["data", "parameter", "derived"])
 def test_rebinding_in_the_engine_is_refused(pair, fault):
+    """vllm #48312, #48941: scales that a reload allocates anew, while graphs read the old ones; #41670: the same of an
+    FP8 kernel's own tensors, which ended in an illegal access."""
     model, guard, engine, _, _ = pair
 
     def load(name, tensor):

@@ -81,6 +81,7 @@ def test_a_run_that_replays_no_graph_after_a_sync_proves_nothing(run, sleep):
 
 
 def test_the_whole_vocabulary_of_some_answers_is_compared_at_every_position(run):
+    """SkyRL #2201: equal logprobs of the sampled tokens do not show that the distributions are equal."""
     data = small(run, updates=3, whole_vocab=5)
     assert {row["whole_vocab"]["positions"] for row in data["rows"]} == {5 * 8}
     assert {row["whole_vocab"]["words"] for row in data["rows"]} == {5 * 8 * 64}

@@ -162,7 +162,8 @@ def test_engines_requantisation_changes_no_value_of_an_exported_weight(monkeypat
 
 
 def test_plain_mhc_is_upstreams_torch_form():
-    """upstream's mhc_pre_torch has no norm; ours is checked with a norm of one over a row of unit mean square."""
+    """Megatron #4957: the mixing matrix was applied untransposed, which no comparison of two equal mistakes sees.
+    upstream's mhc_pre_torch has no norm; ours is checked with a norm of one over a row of unit mean square."""
     upstream = define(stock("vllm/model_executor/kernels/mhc/torch.py"), ["mhc_pre_torch", "mhc_post_torch"],
                       {"torch": torch})
     generator = torch.Generator().manual_seed(0)
