@@ -37,8 +37,10 @@ def test_apply_revert_apply_on_every_pinned_sdist(name, version, store, checkout
     assert again["targets"][0]["done"] == "unchanged"
     assert_same(locked, snapshot(tree), "applied twice")
     assert checkout.run("verify", "--from", tree)["exit"] == 0
+    assert checkout.run("status", "--from", tree)["targets"][0]["done"] == "applied"
     assert checkout.run("revert", "--from", tree)["targets"][0]["done"] == "reverted"
     assert_same(pristine, snapshot(tree), "reverted")
+    assert checkout.run("status", "--from", tree, code=1)["targets"][0]["done"] == "pristine"
     checkout.run("apply", "--from", tree)
     assert_same(locked, snapshot(tree), "applied again")
 
