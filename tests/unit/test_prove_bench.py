@@ -221,5 +221,14 @@ def test_the_values_are_compared_over_few_prompt_lengths():
 
 
 def test_what_the_wheel_answers_differently_each_time_is_not_held_against_the_patches(made, tmp_path, monkeypatch):
-    row = run_unchanged(made("unstable"), tmp_path, monkeypatch)["rows"][0]
-    assert 0 < row["stable_requests"] < row["requests"] and row["equal"]
+    data = run_unchanged(made("unstable"), tmp_path, monkeypatch)
+    row = data["rows"][0]
+    assert 0 < row["stable_requests"] < row["requests"] and row["equal"] and data["passed"]
+
+
+def test_a_wheel_that_answers_most_requests_differently_each_time_shows_nothing(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(unchanged, "LENGTHS", (150, 600, 600))  # the fake is stable up to 200
+    data = run_unchanged(made("unstable"), tmp_path, monkeypatch)
+    row = data["rows"][0]
+    assert (row["stable_requests"], row["requests"]) == (1, 3) and row["equal"]
+    assert data["complete"] and not data["passed"]
