@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     one = verb("bisect", "name the first layer and operator where two ways of running a request part")
     one.add_argument("--left", default="decode", help="one way: " + ", ".join(bisect.ARMS))
     one.add_argument("--right", default="prefill-alone", help="the other way")
-    one.add_argument("--contrast", action="store_true", 
+    one.add_argument("--contrast", action="store_true",
                      help="with batch invariance off: it has to find something, and show it in under 10 s")
     one.add_argument("--tokens", type=count, default=400, help="sampled tokens in the workload (default 400)")
 

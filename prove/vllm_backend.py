@@ -124,7 +124,7 @@ class Backend:
     def op_trace(self, *, watch: dict[str, int], functions: list[str], keep: list[dict] = (), arm: str = "left",
                  **run) -> dict:
         """A run with every watched call hashed, for each request of `watch` its positions up to the one given. `keep`
-        names sites, and for each the row (`key`) of which the call's arguments are held for op_repro."""
+        names sites, and for each the row (`key`) of which the call's arguments are held for op_repro, no hashes."""
         from prove.trace import Tracer
 
         tracer = Tracer(self.runner.model, functions, keep={each["site"]: tuple(each["key"]) for each in keep})
@@ -148,7 +148,8 @@ class Backend:
         names = {name: index for index, name in enumerate(watch)}
         return {"missing": tracer.missing, "sites": [
             {"name": name, "written": sorted(site["written"]),
-             **{side: _packed(site[side], names) for side in ("in", "out")}} for name, site in tracer.sites.items()]}
+             **{side: _packed(site[side], names) for side in ("in", "out")}}
+            for name, site in tracer.sites.items() if not keep]}
 
     def op_repro(self, *, site: str, folder: str, name: str, env: dict[str, str]) -> dict:
         """Reduces the two held calls to a file that shows the difference by itself. env: what vLLM has to see there."""
