@@ -16,12 +16,17 @@ def test_no_record_in_the_repository_is_stale():
 
 def test_the_readme_quotes_the_records():
     readme = (ROOT / "README.md").read_text()
-    found = {path.stem: json.loads(path.read_text()) for path in (ROOT / "evidence").glob("*.json")}
-    bench, curve = found["bench-deepseek-v4-tiny"], found["train-nemotron-3.5-lightning-tiny"]["curve"]
-    pairs = ", ".join(f"{pair:.2f}" for pair in bench["pairs"])
-    assert f"{bench['ratio']:.3f}, median of five pairs ({pairs})" in readme
-    first = max(index for index, reward in enumerate(curve, 1) if reward < 1) + 1
-    assert f"rises from {curve[0]:.2f} to {curve[-1]:.2f} (exactly 1 from update {first} on" in readme
+    found = {path.stem: json.loads(path.read_text()) for path in (ROOT / "evidence").rglob("*.json")}
+    for model in ("nemotron-3.5-lightning-tiny", "nemotron-3.5-lightning-tiny-quantised", "deepseek-v4-tiny-train"):
+        line = next(line for line in readme.splitlines() if f"(evidence/train-{model}.json)" in line)
+        curve = found[f"train-{model}"]["curve"]
+        assert f"rises from {curve[0]:.2f} to {curve[-1]:.2f}" in line
+    ratio = found["async-nemotron-3.5-lightning-tiny-lag-2"]["summary"]["throughput"]["ratio"]
+    assert f"alone on its GPU: {ratio:.2f} (" in readme
+    for key in ("worst_ratio", "average_ratio", "mixed_ratio"):
+        assert " / ".join(f"{batch[key]:.2f}" for batch in found["mamba2"]["decode"]) in readme
+    top_k = [cell["ratio"] for cell in found["topk"]["cells"]]
+    assert f"takes {min(top_k):.2f} to {max(top_k):.2f} of the time" in readme
 
 
 @pytest.fixture
