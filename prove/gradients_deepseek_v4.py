@@ -7,8 +7,10 @@ the actor is a multiple of it (prove/grad.py). Experts and compressed rows are t
 The second comparison (gradients.py) rounds to FP8 in fp64 as well, and gives both sides the actor's own values in front
 of its quantisers, but for those inside the routed experts and of the compressed rows, which are rounded anew.
 
-All gradients of one loss are held at once and only sums go on to the next: a gradient in fp64 is as large as four of
-the BF16 models.
+Held on the device at once: the weights in fp64 (in BF16 they are the actor's own), the gradients of one loss by both
+references in fp64 and by one in BF16, and the graph of one pass over all sequences. Of the recipe's tiny-train these
+are 16, 32, 4 and 14 GiB. Only sums go on to the next loss, and they are read when all is done. Each loss runs its
+forward anew, a third of a pass: kept, the graphs of all four passes would lie beside everything else.
 """
 from __future__ import annotations
 
@@ -26,58 +28,73 @@ from prove.reference_deepseek_v4 import Reference
 # depend on its input, a sink without a gradient, rows that pool their own four tokens only, experts whose derivative
 # passes where the forward clamped.
 FAULTS = ("routing-weights", "transposed-mixing", "norm-length", "attention-sink", "previous-group", "dropped-clamp")
+# (dtype, FP8 is rounded to, at the actor's operands) of usual and expected, a comparison.
+SIDES = (((torch.bfloat16, True, False), (torch.float64, False, False)),
+         ((torch.bfloat16, True, True), (torch.float64, True, True)))
 
 
-@dataclasses.dataclass
-class Sums:
-    """Of one parameter over the losses: own and usual against expected."""
+class Side:
+    """One comparison: of each parameter, sums over the losses, in fp64 where the gradients lie."""
 
-    error: float = 0.0
-    usual: float = 0.0
-    want: float = 0.0
-    own: float = 0.0
-    dot: float = 0.0
+    def __init__(self):
+        self.want: dict[str, torch.Tensor] = {}  # of the loss at hand, by parameter
+        self.yard: dict[str, torch.Tensor] = {}  # (usual - want)^2, want^2
+        self.sums: dict[str | None, dict[str, torch.Tensor]] = {}  # by case: (own - want)^2, own^2, own * want
 
-    def add(self, own, usual, want) -> None:
-        own, want = own.double(), want.double()
-        self.error += float((own - want).square().sum())
-        self.usual += float((usual.double() - want).square().sum())
-        self.want += float(want.square().sum())
-        self.own += float(own.square().sum())
-        self.dot += float((own * want).sum())
+    def take(self, usual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], names) -> None:
+        """The next loss's yardstick, the same for every case."""
+        self.want = {name: expected[name].double() for name in names}
+        for name, want in self.want.items():
+            off = usual[name].double() - want
+            self.yard[name] = self.yard.get(name, 0) + torch.stack([_dot(off, off), _dot(want, want)])
 
-    def row(self, name: str) -> dict:
-        size = (self.own * self.want) ** 0.5
-        return {"parameter": name, "error": (self.error / self.want) ** 0.5, "norm": self.want**0.5,
-                "usual_error": (self.usual / self.want) ** 0.5, "cosine": self.dot / size if size else 0.0}
+    def add(self, case: str | None, own: dict[str, torch.Tensor]) -> None:
+        sums = self.sums.setdefault(case, {})
+        for name, gradient in own.items():
+            found, want = gradient.double(), self.want[name]
+            off = found - want
+            sums[name] = sums.get(name, 0) + torch.stack([_dot(off, off), _dot(found, found), _dot(found, want)])
+
+    def rows(self, case: str | None) -> list[dict]:
+        sums = self.sums[case]
+        read = torch.stack([torch.cat([self.yard[name], sums[name]]) for name in sums]).tolist()
+        return [_row(name, *numbers) for name, numbers in zip(sums, read, strict=True)]
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.dot(a.flatten(), b.flatten())
+
+
+def _row(name: str, usual: float, want: float, error: float, own: float, dot: float) -> dict:
+    size = (own * want) ** 0.5
+    return {"parameter": name, "error": (error / want) ** 0.5, "norm": want**0.5,
+            "usual_error": (usual / want) ** 0.5, "cosine": dot / size if size else 0.0}
 
 
 def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faults: list[str]) -> dict:
     """rows, and `faults`: the same rows with each fault planted in the actor's backward. See gradients.compare."""
-    cases: dict[str | None, tuple[dict[str, Sums], ...]] = {case: ({}, {}) for case in (None, *faults)}
+    cases = (None, *faults)
     weights = {name: p.detach() for name, p in actor.model.named_parameters()}
-    seen = None
+    references = {dtype: Reference(config, weights, actor.model.tables, dtype)
+                  for dtype in (torch.bfloat16, torch.float64)}
+    sides, seen = [Side() for _ in SIDES], None
     for draw in range(DRAWS):
         signs = _signs(sequences, draw)
-        sides = None
-        for case, kinds in cases.items():
+        for case in cases:
             with planted(case) if case else contextlib.nullcontext():
                 values, found = _of_actor(actor, sequences, signs, micro)
             seen = seen or found  # the forward is the same every time
-            if sides is None:
-                sides = [[_reference(actor, config, weights, sequences, signs, seen[:2], *how) for how in pair]
-                         for pair in (((torch.bfloat16, True), (torch.float64, False)),
-                                      ((torch.bfloat16, True, seen[2]), (torch.float64, True, seen[2])))]
             own = {VALUES: values} | actor.gradients()
-            for sums, (usual, expected) in zip(kinds, sides, strict=True):
-                for name, gradient in own.items():
-                    sums.setdefault(name, Sums()).add(gradient, usual[name], expected[name])
+            for side, pair in zip(sides, SIDES, strict=True):
+                if case is None:
+                    side.take(*(_reference(references[how[0]], sequences, signs, seen, *how[1:]) for how in pair), own)
+                side.add(case, own)
             actor.ddp.zero_grad_buffer()
+        for side in sides:
+            side.want.clear()
     sizes = {name: p.numel() for name, p in actor.model.named_parameters()}
-    rows = {}
-    for case, kinds in cases.items():
-        rounded, same = ([s.row(name) for name, s in sums.items()] for sums in kinds)
-        rows[case] = held_to_usual(rounded, sizes) + with_operands(same, sizes)
+    rounded, same = sides
+    rows = {case: held_to_usual(rounded.rows(case), sizes) + with_operands(same.rows(case), sizes) for case in cases}
     return {"rows": rows.pop(None), "faults": rows, "tokens": sum(len(s) - 1 for s in sequences)}
 
 
@@ -137,19 +154,15 @@ def noted(model):
         live.clear()
 
 
-def _reference(actor, config, weights, sequences, signs, choices, dtype, fp8, given=None) -> dict[str, torch.Tensor]:
-    reference = Reference(config, weights, actor.model.tables, dtype, fp8)
-    experts, rows = choices
-    values, begin = [], 0
-    for tokens, sign in zip(sequences, signs, strict=True):
-        part = slice(begin, begin + len(tokens))
-        found = reference.logprobs(tokens, [e[part] for e in experts], {i: r[part] for i, r in rows.items()},
-                                   {name: x[part] for name, x in (given or {}).items()})
-        if len(found):
-            (found * sign).sum().backward()
-        values.append(found.detach())
-        begin = part.stop
-    return {VALUES: torch.cat(values)} | {name: w.grad for name, w in reference.w.items()}
+def _reference(reference, sequences, signs, seen, fp8: bool, operands: bool) -> dict[str, torch.Tensor]:
+    """The logprobs and every gradient, which the reference's leaves are left without."""
+    experts, rows, given = seen
+    values = reference.logprobs(sequences, experts, rows, fp8=fp8, given=given if operands else None)
+    (values * torch.cat(signs)).sum().backward()
+    found = {VALUES: values.detach()} | {name: w.grad for name, w in reference.w.items()}
+    for w in reference.w.values():
+        w.grad = None
+    return found
 
 
 @contextlib.contextmanager

@@ -60,12 +60,8 @@ def batch(config=CONFIG, lengths=LENGTHS):
 def by_reference(model, config, tokens, packed, experts, rows, dtype=torch.float64):
     compressed = [i for i, ratio in enumerate(model.shape.ratios) if ratio == 4]
     reference = Reference(config, dict(model.named_parameters()), model.tables, dtype)
-    found = [
-        reference.logprobs(tokens[a:b], [e[a:b] for e in experts],
-                           {i: chosen[a:b] for i, chosen in zip(compressed, rows, strict=True)})
-        for a, b in packed.bounds if b - a > 1
-    ]  # fmt: skip
-    return torch.cat(found), reference
+    sequences = [tokens[a:b] for a, b in packed.bounds]
+    return reference.logprobs(sequences, experts, dict(zip(compressed, rows, strict=True))), reference
 
 
 @pytest.fixture(params=[False, True], ids=["kept", "recomputed"])
@@ -117,6 +113,43 @@ def test_planted_fault_in_one_operator_shows_in_the_comparison(compared, monkeyp
     name = "model.layers.0.hc_ffn_fn"
     error = dict(model.named_parameters())[name].grad - reference.w[name].grad
     assert error.norm() > 1e-3 * reference.w[name].grad.norm()
+
+
+@pytest.mark.parametrize("config, fp8", [(CONFIG, False), (FP8_CONFIG, True)], ids=["exact", "fp8"])
+def test_sequences_in_one_pass_of_the_reference_see_nothing_of_each_other(config, fp8):
+    model = build(config)
+    tokens, packed = batch(config)
+    with noted(model) as (experts, rows, _):
+        model(tokens, packed)
+    rows = dict(zip([i for i, ratio in enumerate(model.shape.ratios) if ratio == 4], rows, strict=True))
+    together, apart = (Reference(config, dict(model.named_parameters()), model.tables, torch.float64) for _ in range(2))
+    whole = together.logprobs([tokens[a:b] for a, b in packed.bounds], experts, rows, fp8=fp8)
+    each = [apart.logprobs([tokens[a:b]], [e[a:b] for e in experts], {i: r[a:b] for i, r in rows.items()}, fp8=fp8)
+            for a, b in packed.bounds]
+    torch.testing.assert_close(whole, torch.cat(each), rtol=1e-10, atol=1e-12)
+    whole.sum().backward()
+    torch.cat(each).sum().backward()
+    for name, w in apart.w.items():
+        if w.grad is not None:
+            torch.testing.assert_close(together.w[name].grad, w.grad, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_the_references_experts_in_one_product_are_the_sum_of_each_alone():
+    """Also in their derivatives, which of inputs and weights are taken at what is not rounded, of the shares at what
+    is."""
+    reference = Reference(FP8_CONFIG, {}, {}, torch.float64)
+    reference.fp8 = True
+    generator = torch.Generator().manual_seed(3)
+    x, w2, share = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+                    for shape in ((7, 5, 128), (5, 6, 128), (7, 5)))
+    together = reference._project(x, w2.transpose(0, 1).flatten(1), share[..., None])
+    apart = sum(share[:, e:e + 1] * reference._project(x[:, e], w2[e]) for e in range(5))
+    assert not torch.allclose(together, torch.einsum("tei,ehi,te->th", x, w2, share), rtol=1e-3), "nothing was rounded"
+    torch.testing.assert_close(together, apart, rtol=1e-10, atol=1e-10)
+    sign = torch.randn(7, 6, generator=generator, dtype=torch.float64)
+    one, other = (torch.autograd.grad((y * sign).sum(), (x, w2, share)) for y in (together, apart))
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 # ---- with the deployment's quantisers
