@@ -45,7 +45,7 @@ def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faul
     calibrated = nemotron_h_weights.calibrated(actor.model)
 
     def by_reference(dtype, scales=None, read=None):
-        return [_reference(config, weights, sequences, signs, choices, dtype, scales, read) for signs in draws]
+        return _reference(Reference(config, weights, dtype, scales), sequences, draws, choices, read or {})
 
     expected, usual = by_reference(torch.float64), by_reference(torch.bfloat16, calibrated)
     same = [by_reference(dtype, read=read) for dtype in (torch.float64, torch.bfloat16)] if calibrated else None
@@ -167,17 +167,24 @@ def _noted(model):
         live.clear()
 
 
-def _reference(config, weights, sequences, signs, choices, dtype, scales, read) -> dict[str, torch.Tensor]:
-    reference = Reference(config, weights, dtype, scales)
-    values, begin = [], 0
-    for tokens, sign in zip(sequences, signs, strict=True):  # one graph at a time: the recurrence keeps every state
-        end = begin + len(tokens)
-        found = reference.logprobs([tokens], [c[begin:end] for c in choices],
-                                   {name: rows[begin:end] for name, rows in (read or {}).items()})
-        (found * sign).sum().backward()
+def _reference(reference, sequences, draws, choices, read) -> list[dict[str, torch.Tensor]]:
+    """The logprobs and the gradients of each loss. A sequence runs forward once for all losses, and its graph goes
+    before the next: the recurrence keeps every state."""
+    leaves, begin = list(reference.w.values()), 0
+    values, sums = [], [[None] * len(leaves) for _ in draws]
+    for i, tokens in enumerate(sequences):
+        part = slice(begin, begin + len(tokens))
+        found = reference.logprobs([tokens], [c[part] for c in choices],
+                                   {name: rows[part] for name, rows in read.items()})
+        for signs, total in zip(draws, sums, strict=True):
+            new = torch.autograd.grad((found * signs[i]).sum(), leaves, retain_graph=total is not sums[-1],
+                                      allow_unused=True)
+            for place, gradient in enumerate(new):
+                if gradient is not None:
+                    total[place] = gradient if total[place] is None else total[place] + gradient
         values.append(found.detach())
-        begin = end
-    return {VALUES: torch.cat(values)} | {name: w.grad for name, w in reference.w.items()}
+        begin = part.stop
+    return [{VALUES: torch.cat(values)} | dict(zip(reference.w, total, strict=True)) for total in sums]
 
 
 def _engine_name(name: str, weights: dict) -> tuple[str, torch.Tensor | float]:

@@ -98,8 +98,9 @@ class Reference:
             weight = weight / weight.sum(-1, keepdim=True)
         weight = (weight * self.c["routed_scaling_factor"]).to(self.dtype)
         routed = torch.zeros_like(x)
-        for e in range(self.c["n_routed_experts"]):
-            up, down = (self.w[f"{at}experts.routed_experts.{n}_weight"][e] for n in ("w13", "w2"))
+        # unbind, not an index: the gradient of an index is as large as all experts.
+        each = zip(*(self.w[f"{at}experts.routed_experts.{n}_weight"].unbind() for n in ("w13", "w2")), strict=True)
+        for e, (up, down) in enumerate(each):
             routed = routed + weight[:, e:e + 1] * (torch.relu(x @ up.T) ** 2 @ down.T)
         return routed + self._mlp(x, at + "shared_experts.")
 
