@@ -108,7 +108,8 @@ def held(row: dict, sleep: int, positions: int) -> bool:
     """Whether every word is equal, in every way that was asked for, and what was restored is the same. positions: whose
     whole vocabulary was to be compared. Graphs captured before the first sync must have been replayed: an engine whose
     steps are eager would show nothing of what they read after it."""
-    equal = row["scored"]["equal"] and row["trained"]["equal"] and row.get("same", True)
+    equal = row["scored"]["equal"] and row["trained"]["equal"]
+    equal = equal and row.get("same", True) and row.get("learned_same", True)
     equal = equal and (row["modes"] or {}).get("FULL", 0) > 0
     if sleep:  # memory was freed, and no rollout could start before the sync
         equal = equal and row["sleep"].get("refused") is True and row["sleep"]["freed_bytes"] > 0
@@ -192,8 +193,8 @@ def verdict(rows: list[dict], updates: int, restores: bool, sleep: int = 0, posi
 
 def _restored(second: Trainer, wanted, vocab: int, first: tuple[dict, dict], saved: dict, folder: pathlib.Path,
               lr: float, sleep: int) -> dict:
-    """The step after the save, in a fresh process: its own comparison, and the first process's words again. Whether it
-    also learns the same bits is reported: nothing promises that every backward kernel of PyTorch repeats itself."""
+    """The step after the save, in a fresh process: its own comparison, the first process's words again, and the weights
+    that it then learns, by their digest."""
     made = second.call("actor", lr=lr, restore=str(folder), sleep=sleep)
     row, again = second.step(wanted, vocab)
     first_row, seen = first

@@ -69,8 +69,10 @@ def test_what_was_asked_was_done_and_every_word_is_equal():
     assert holds(done(1, restored=False), restores=False) == (False, True)
 
 
-@pytest.mark.parametrize("last", [{"same": False}, {"scored": {"equal": False}}, {"trained": {"equal": False}}])
-def test_a_word_that_differs_in_any_row_fails(last):
+@pytest.mark.parametrize("last", [
+    {"same": False}, {"learned_same": False}, {"scored": {"equal": False}}, {"trained": {"equal": False}},
+])  # fmt: skip
+def test_a_word_or_a_weight_that_differs_in_any_row_fails(last):
     assert not holds(done(**last))[1]
 
 
@@ -107,6 +109,7 @@ def test_more_answers_than_a_step_has_are_refused(tmp_path):
     {"whole_vocab": {"positions": 8, "differing_words": 0, "nan": 1}},
     {"trained": {"equal": False}},
     {"same": False},
+    {"learned_same": False},
 ])
 def test_a_row_holds_by_everything_that_was_asked(change):
     row = {"scored": {"equal": True}, "trained": {"equal": True}, "sleep": {"refused": True, "freed_bytes": 1},
