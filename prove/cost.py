@@ -9,8 +9,6 @@ everything was measured and both models give about the same logprobs, so that it
 """
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import pathlib
 import statistics
 import time
@@ -18,9 +16,10 @@ import time
 import numpy as np
 
 from prove import record
-from prove.engine import Engine, unpack
+from prove.engine import unpack
 from prove.recipe import Recipe
-from prove.rollout import _event, engine_start
+from prove.rollout import engine_start
+from prove.together import Part, started
 from prove.ui import UI, table
 
 BATCHES = ((256,) * 16, (4096,))  # 4,096 tokens each: many answers, and one long
@@ -39,17 +38,11 @@ def cost(recipe: Recipe, ui: UI, *, runs: int, out: pathlib.Path, logs: pathlib.
     kept = record.Record("cost", recipe.subject, {"batches": [[len(b), b[0]] for b in BATCHES], "runs": runs}, out)
     deadline = time.monotonic() + budget
 
-    def begin(kind: str) -> Engine:
+    def part(kind: str) -> Part:
         start, environment = engine_start(recipe, kind == "aligned")
-        return Engine({**start, "flags": {"kind": kind}}, backend=backend, env=environment | env, timeout=budget,
-                      log=logs / f"cost-{kind}.log", on_event=lambda event: _event(ui, event, f"{kind}: "))
+        return Part({**start, "flags": {"kind": kind}}, environment, backend)
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        workers = dict(zip(KINDS, pool.map(begin, KINDS), strict=True))
-    with contextlib.ExitStack() as open_workers:
-        for kind, worker in workers.items():
-            open_workers.enter_context(worker)
-            kept.engine(kind, worker.info, {"kind": kind}, recipe.environment(kind == "aligned"))
+    with started({kind: part(kind) for kind in KINDS}, kept, ui, env=env, logs=logs, deadline=deadline) as workers:
         kept.actor(workers["aligned"].info)
 
         def ask(op: str, kinds: tuple[str, ...] = KINDS, **arguments) -> dict:

@@ -13,7 +13,6 @@ parallelism, on two GPUs. All start from the same weights.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import math
 import pathlib
 import shutil
@@ -23,10 +22,11 @@ import numpy as np
 
 from prove import record
 from prove.compare import Figures, Sequence
-from prove.engine import Engine, EngineError, unpack
+from prove.engine import EngineError, unpack
 from prove.grad import FLOOR, TIMES
 from prove.recipe import Recipe
-from prove.rollout import _event, engine_start
+from prove.rollout import engine_start
+from prove.together import Part, started
 from prove.train import MICRO, SHARE, Trainer, advantaged, compared, requests
 from prove.ui import UI, cell
 
@@ -49,25 +49,14 @@ def cp(recipe: Recipe, ui: UI, *, out: pathlib.Path, logs: pathlib.Path, budget:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     start, environment = engine_start(recipe, True)
-    parts = {"lone": (backend, start)} | {
-        f"rank {rank}": (ranks_backend, {"rank": rank, "ranks": RANKS, "store": str(folder / "store")})
+    parts = {"lone": Part(start, environment, backend)} | {
+        f"rank {rank}": Part({"rank": rank, "ranks": RANKS, "store": str(folder / "store")}, environment, ranks_backend)
         for rank in range(RANKS)}
-
-    def begin(name: str) -> Trainer:
-        kind, message = parts[name]
-        engine = Engine(message, backend=kind, env=environment | env, log=logs / f"cp-{name.replace(' ', '-')}.log",
-                        timeout=budget, on_event=lambda event: _event(ui, event, f"{name}: "))
-        return Trainer(engine, deadline)
-
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(len(parts)))
-        started = dict(zip(parts, pool.map(begin, parts), strict=True))
-        for name, trainer in started.items():
-            stack.enter_context(trainer.engine)
-            kept.engine(name, trainer.engine.info, start["flags"] if name == "lone" else {}, environment)
-        lone = started.pop("lone")
+    with (started(parts, kept, ui, env=env, logs=logs, deadline=deadline) as engines,
+          concurrent.futures.ThreadPoolExecutor(RANKS) as pool):
+        lone, *ranks = (Trainer(engine, deadline) for engine in engines.values())
         kept.actor(lone.engine.info)
-        proof = _Proof(lone, list(started.values()), pool, folder, kept, ui)
+        proof = _Proof(lone, ranks, pool, folder, kept, ui)
         proof.run(requests(0, groups, answers, tokens, recipe.vocab), recipe.vocab, lr)
     rows = kept.data["rows"]
     kept.finish(kept.locked and len(rows) == 3, all(row["holds"] for row in rows))

@@ -13,8 +13,6 @@ The task: prefer a quarter of the vocabulary. The reward of an answer is the num
 """
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import pathlib
 import shutil
 import time
@@ -25,7 +23,8 @@ from prove import record, workload
 from prove.compare import Figures, Sequence
 from prove.engine import Engine, unpack
 from prove.recipe import Recipe
-from prove.rollout import _event, engine_start
+from prove.rollout import engine_start
+from prove.together import Part, started
 from prove.ui import UI, cell
 
 LENGTHS = (1, 3, 64, 127, 128, 129, 200, 255, 257, 300, 5, 40, 384, 511, 513, 600)  # around chunks of 128 and pages
@@ -140,20 +139,11 @@ def train(recipe: Recipe, ui: UI, *, updates: int, groups: int, answers: int, to
     folder = logs / f"train-{recipe.subject}-checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
     start, environment = engine_start(recipe, True, _flags(sleep, whole_vocab, recipe.vocab))
-
-    def begin(name: str) -> Trainer:
-        engine = Engine(start, backend=backend, env=environment | env, log=logs / f"train-{name}.log", timeout=budget,
-                        on_event=lambda event: _event(ui, event, f"{name}: "))
-        return Trainer(engine, deadline, whole_vocab)
-
     names = ("first", "restored") if restore_after else ("first",)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        trainers = dict(zip(names, pool.map(begin, names), strict=True))
-    first = trainers["first"]
-    with contextlib.ExitStack() as open_engines:
-        for name, trainer in trainers.items():
-            open_engines.enter_context(trainer.engine)
-            kept.engine(name, trainer.engine.info, start["flags"], environment)
+    parts = dict.fromkeys(names, Part(start, environment, backend))
+    with started(parts, kept, ui, env=env, logs=logs, deadline=deadline) as engines:
+        trainers = {name: Trainer(engine, deadline, whole_vocab) for name, engine in engines.items()}
+        first = trainers["first"]
         kept.actor(first.engine.info)
         kept.data["actor"] = first.call("actor", lr=lr, sleep=sleep)
         rows, again = [], None

@@ -1,0 +1,63 @@
+"""Of the engines that a command starts side by side, one that does not start leaves no process of the others behind."""
+import contextlib
+import os
+import pathlib
+import time
+
+import pytest
+
+from prove import cost, cp, recipe, record, together, train, ui
+from prove.engine import EngineError
+
+FAKES = pathlib.Path(__file__).parent
+FAKE = str(FAKES / "start_fake.py")
+COMMANDS = {
+    "train": (train.train, {"updates": 2, "groups": 1, "answers": 1, "tokens": 2, "lr": 1e-3, "restore_after": 1}),
+    "cp": (cp.cp, {"ranks_backend": FAKE}),
+    "cost": (cost.cost, {"runs": 1}),
+}
+
+
+def alive(process: str) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(process), 0)
+        return True
+    return False
+
+
+@pytest.fixture
+def seen(tmp_path):
+    (tmp_path / "seen").mkdir()
+    return tmp_path / "seen"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_engine_that_does_not_start_leaves_no_other_behind(command, seen, tmp_path):
+    made = recipe.Recipe("fake", tmp_path, "tiny", {
+        "tiny": {"model": "tiny", "weights": "weights.py", "vocab": 97}, "engine": {}})
+    run, arguments = COMMANDS[command]
+    with pytest.raises(EngineError, match="TP > 1"):
+        run(made, ui.UI(json_only=True), out=tmp_path, logs=tmp_path / "logs", budget=60.0,
+            env={"FAKE_STARTS": str(seen)}, backend=FAKE, **arguments)
+    started = [path.name for path in seen.iterdir() if path.name.isdecimal()]
+    assert len(started) == (3 if command == "cp" else 2) and not [one for one in started if alive(one)]
+
+
+def test_what_was_still_to_start_is_left_out_after_one_that_did_not(seen, tmp_path):
+    (seen / "first").mkdir()  # so that none is
+    (seen / "up").touch()
+    parts = {str(i): together.Part({}, {}, FAKE) for i in range(4)}
+    with pytest.raises(EngineError, match="TP > 1"), together.started(
+            parts, record.Record("bench", "fake", {}, tmp_path), ui.UI(json_only=True), env={"FAKE_STARTS": str(seen)},
+            logs=tmp_path, deadline=time.monotonic() + 60, at_once=1):
+        pass
+    assert sum(path.name.isdecimal() for path in seen.iterdir()) < 4
+
+
+def test_leaving_ends_all_of_them(seen, tmp_path):
+    parts = {"one": together.Part({}, {}, FAKE)}
+    kept = record.Record("bench", "fake", {}, tmp_path)
+    with together.started(parts, kept, ui.UI(json_only=True), env={"FAKE_STARTS": str(seen)}, logs=tmp_path,
+                          deadline=time.monotonic() + 60) as engines:
+        assert engines["one"].process.poll() is None and kept.data["engines"]["one"]["lock"]["state"] == "other"
+    assert engines["one"].process.poll() is not None
