@@ -95,16 +95,15 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--concurrent", type=count, default=256, help="requests at once (default 256)")
     one.add_argument("--prompt-tokens", type=count, default=150, help="tokens in each prompt (default 150)")
     one.add_argument("--out-tokens", type=count, default=3000, help="most tokens sampled by each (default 3000)")
-    one.add_argument("--seconds", type=positive, default=120.0, help="a run samples what fits this time (default 120)")
-    one.add_argument("--runs", type=count, default=5, help=f"most pairs of runs (default 5; {bench.PAIRS} are needed)")
+    one.add_argument("--seconds", type=positive, default=240.0,
+                     help="sample fewer, down to what a verdict needs, to end in this time (default 240)")
     one.add_argument("--turn", type=pathlib.Path, metavar="FILE", help=TURN)
 
     one = verb("unchanged", "batch invariance off: the patched engine against the wheel as it came")
     one.add_argument("--pristine", type=pathlib.Path, required=True, help="a folder that holds the untouched vllm")
     one.add_argument("--tokens", type=count, default=2000, help="sampled tokens compared (default 2000)")
     one.add_argument("--concurrent", type=count, default=256, help="requests at once when timing (default 256)")
-    one.add_argument("--out-tokens", type=count, default=512, help="tokens sampled by each when timing (default 512)")
-    one.add_argument("--runs", type=count, default=5, help=f"most pairs of runs (default 5; {bench.PAIRS} are needed)")
+    one.add_argument("--out-tokens", type=count, default=1200, help="tokens sampled by each when timing (default 1200)")
     one.add_argument("--turn", type=pathlib.Path, metavar="FILE", help=TURN)
 
     one = verb("train", "rollout against trainer, word by word, before every update; restore; learn")
@@ -197,12 +196,11 @@ def run(args, screen: ui.UI) -> dict:
                                    tests_only=args.tests_only, **common)
         case "bench":
             return bench.bench(made, screen, concurrent=args.concurrent, prompt_tokens=args.prompt_tokens,
-                               out_tokens=args.out_tokens, seconds=args.seconds, runs=args.runs, turn=args.turn,
-                               **common)
+                               out_tokens=args.out_tokens, seconds=args.seconds, turn=args.turn, **common)
         case "unchanged":
             return unchanged.unchanged(made, screen, pristine=holding_vllm("--pristine", args.pristine),
                                        tokens=args.tokens, concurrent=args.concurrent,
-                                       out_tokens=args.out_tokens, runs=args.runs, turn=args.turn, **common)
+                                       out_tokens=args.out_tokens, turn=args.turn, **common)
         case "train":
             return train.train(made, screen, updates=args.updates, groups=args.groups, answers=args.answers,
                                tokens=args.out_tokens, lr=args.lr, restore_after=args.restore_after,

@@ -1,37 +1,43 @@
 """`prove bench`: decode throughput with batch invariance on against off, paired, and where the loss goes.
 
-Both engines start at once on one GPU and take turns on the same few cores: the one that waits sleeps in a read. A pair
-is one run of each, and the ratio is the median over pairs. The baseline is the recipe with VLLM_BATCH_INVARIANT=0; what
-its [bench] lays over the engine's flags holds for both. Each run samples what fits `--seconds` on the slower engine,
-the same on both, and says how many of the machine's cores were busy meanwhile: on an idle machine about one.
-The table by operator comes from one profiled run of each engine, after the pairs, since a profiler can leave traces:
+Both engines start at once on one GPU and take turns on the same cores, a block of decode steps at a time (blocks.py).
+The baseline is the recipe with VLLM_BATCH_INVARIANT=0; what its [bench] lays over the engine's flags holds for both.
+Each request samples `--out-tokens`, or the most with which the whole command, the engines' start included and waiting
+for its turn not, ends within `--seconds`; the record says how many that were, and how long it took.
+The table by operator comes from one profiled run of each engine, after the blocks, since a profiler can leave traces:
 device time a step by kernel, summed into the recipe's operators. Beside it stands what a step takes by the clock: what
 its kernels do not fill is the host's, and a profile of the host says where the two engines differ there.
 """
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import pathlib
 import re
-import statistics
 import threading
 import time
 
-from prove import machine, precompile, record, workload
+from prove import blocks, machine, precompile, record, workload
 from prove.engine import Engine
 from prove.host import differences
 from prove.recipe import Recipe
-from prove.rollout import _event, engine_start
+from prove.rollout import engine_start
 from prove.steps import SETTLED
+from prove.together import Part, started
 from prove.ui import UI, table
 
-PAIRS = 3           # a record needs so many; more are run while there is time
 PROFILE_STEPS = 20  # on the device, and as many on the host
 PROFILE_TOKENS = SETTLED + 2 * PROFILE_STEPS + 40  # the rest: requests that join one after another
 PROFILE_SECONDS = 20
-MOST_SPREAD = 0.25  # of the baseline's runs, by their median: more, and the machine decides instead of the engines
 WARM_TOKENS = 60    # enough steps to compile everything and to see the speed
+LEAST_QUADS = blocks.PARTS * blocks.LEAST
+TIMED = {"block_steps": blocks.STEPS, "untimed_steps": blocks.UNTIMED, "most_noise": blocks.MOST_NOISE,
+         "most_spread": blocks.MOST_SPREAD}  # what a record says of the blocks
+
+
+def require_tokens(out_tokens: int) -> None:
+    if out_tokens < (least := blocks.tokens_of(LEAST_QUADS)):
+        raise ValueError(f"--out-tokens {out_tokens}: a verdict needs {LEAST_QUADS} quads of blocks, {least} tokens a "
+                         "request; ask for as many or more")
 
 
 def requests(count: int, prompt_tokens: int, out_tokens: int, vocab: int) -> list[dict]:
@@ -56,85 +62,33 @@ def shares(off: dict[str, float], on: dict[str, float]) -> list[dict]:
     return sorted(rows, key=lambda row: row["off_us"] - row["on_us"])
 
 
-def summary(runs: dict[str, list[dict]], key: str = "decode_tokens_per_second") -> dict:
-    """Medians of both sides and of the ratios of the pairs; `spread`: how far the baseline's runs lie apart."""
-    off, on = ([run[key] for run in runs[side]] for side in ("off", "on"))
-    pairs = [b / a for a, b in zip(off, on, strict=False) if a]
-    return {"off": statistics.median(off), "on": statistics.median(on), "ratio": statistics.median(pairs),
-            "pairs": pairs, "spread": (max(off) - min(off)) / statistics.median(off)}
-
-
-def enough(found: dict, runs: int) -> bool:
-    """Whether the pairs of a summary bear a verdict: the least that a record needs, or all that were asked for, from a
-    machine on which the baseline's own runs agree. Where they do not, a median above the floor is luck."""
-    return len(found["pairs"]) >= min(PAIRS, runs) and found["spread"] <= MOST_SPREAD
-
-
 def step_us(found: dict, rows: int) -> dict[str, float]:
     """What a decode step takes by the clock, in microseconds, by a summary; 0 where no decode step was timed."""
     return {name: rows / found[name] * 1e6 if found[name] else 0.0 for name in ("off", "on")}
 
 
 class Pair:
-    """Two engines that take turns. `sides`: name -> (start message, environment)."""
+    """Two started engines, "off" and "on"."""
 
-    def __init__(self, sides: dict[str, tuple[dict, dict]], kept: record.Record, ui: UI, *, env: dict[str, str],
-                 logs: pathlib.Path, deadline: float, backend: str, at_once: int = 2):
-        self.kept, self.ui, self.deadline = kept, ui, deadline
-        self.engines: dict[str, Engine] = {}
-
-        def begin(name: str) -> Engine:
-            start, environment = sides[name]
-            return Engine(start, backend=backend, env=environment | env, log=logs / f"{kept.data['verb']}-{name}.log",
-                          on_event=lambda event: _event(ui, event, f"{name}: "), timeout=deadline - time.monotonic())
-
-        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-            starting = {name: pool.submit(begin, name) for name in sides}
-        self.engines = {name: future.result() for name, future in starting.items() if not future.exception()}
-        if failed := next((f.exception() for f in starting.values() if f.exception()), None):
-            self.close()
-            raise failed
-        for name, engine in self.engines.items():
-            lock = kept.engine(name, engine.info, sides[name][0]["flags"], sides[name][1])
-            ui.note(f"{name} started in {engine.info['start_seconds']} s; lock: {lock['state']}")
+    def __init__(self, engines: dict[str, Engine], kept: record.Record, ui: UI, deadline: float):
+        self.engines, self.kept, self.ui, self.deadline = engines, kept, ui, deadline
 
     def call(self, name: str, op: str, **arguments):
         return self.engines[name].call(op, timeout=max(1.0, self.deadline - time.monotonic()), **arguments)
 
-    def alternate(self, messages: list[dict], runs: int, order: tuple[str, str],
-                  reserve: float = 0.0) -> dict[str, list[dict]]:
-        """Timed runs in turns, each row kept as it comes; fewer than `runs` when the time less `reserve` is short."""
+    def compiled(self, messages: list[dict]) -> dict[str, dict]:
+        """What each side says of a short run; what the timed ones need is compiled after it."""
+        return {name: self.call(name, "bench", requests=messages) for name in self.engines}
+
+    @contextlib.contextmanager
+    def pinned(self):
         cores = self.kept.data["host"]["cores"] = machine.cores()
-        for engine in self.engines.values():
-            machine.pin(engine.process.pid, cores)
-        done: dict[str, list[dict]] = {name: [] for name in order}
-        longest = 0.0
-        for index in range(runs):
-            if self.deadline - time.monotonic() < 2 * longest + 5 + reserve and index:
-                self.ui.say(f"out of budget after {index} of {runs} pairs")
-                break
-            for name in order if index % 2 == 0 else order[::-1]:  # neither side always goes first
-                busy = machine.Busy()
-                result = self.call(name, "bench", requests=messages)
-                result["busy_cores"] = round(busy.mean(), 2)
-                del result["kernels"], result["host"]
-                longest = max(longest, result["seconds"])
-                done[name].append(result)
-                self.kept.row({"side": name, "run": index, **result})
-                self.ui.note(f"{name}: {result['decode_tokens_per_second']:,.0f} tok/s decoding, "
-                             f"{result['tokens'] / result['seconds']:,.0f} tok/s end to end, "
-                             f"{result['busy_cores']:.1f} cores busy")
-        return done
+        with machine.pinned([engine.process.pid for engine in self.engines.values()], cores):
+            yield
 
-    def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
-
-    def __enter__(self) -> Pair:
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.close()
+    def alternate(self, messages: list[dict], quads: int, until: float) -> dict:
+        rows = blocks.alternate(self.call, messages, quads, self.kept, self.ui, until=until)
+        return blocks.summary(rows, len(messages))
 
 
 @contextlib.contextmanager
@@ -153,13 +107,11 @@ def _precompiling(recipe: Recipe, wanted: list[str], *, env: dict[str, str], log
     thread.join()  # nothing may compile while something is timed
 
 
-def fitted(tried: dict[str, dict], seconds: float, most: int) -> int:
-    """How many tokens each request samples in `seconds` on the slower side, at the speed of the runs tried."""
-    def fit(run: dict, rows: int) -> float:
-        prefill = run["seconds"] - run["tokens"] / max(1.0, run["decode_tokens_per_second"])
-        return (seconds - max(0.0, prefill)) * run["decode_tokens_per_second"] / rows
-    least = min(fit(run, run["tokens"] // WARM_TOKENS) for run in tried.values())
-    return max(WARM_TOKENS, min(most, int(least)))
+def fitted(tried: dict[str, dict], count: int, seconds: float, most: int) -> int:
+    """How many quads fit into `seconds` at the speed of the runs tried; never fewer than a verdict needs."""
+    both = sum(count / max(1.0, run["decode_tokens_per_second"]) for run in tried.values())
+    fit = int(seconds / (2 * blocks.TOKENS * both + 2 * machine.GLANCE))
+    return min(blocks.quads_in(most), max(LEAST_QUADS, fit))
 
 
 class Profile:
@@ -187,35 +139,41 @@ class Profile:
                       for r in differences(self.host["off"], self.host["on"])]))
 
 
-def bench(recipe: Recipe, ui: UI, *, concurrent: int, prompt_tokens: int, out_tokens: int, seconds: float, runs: int,
+def bench(recipe: Recipe, ui: UI, *, concurrent: int, prompt_tokens: int, out_tokens: int, seconds: float,
           turn: pathlib.Path | None, out: pathlib.Path, logs: pathlib.Path, budget: float, env: dict[str, str],
           backend: str = "vllm") -> dict:
-    settings, deadline = recipe.section("bench"), time.monotonic() + budget
+    began = time.monotonic()
+    settings, deadline = recipe.section("bench"), began + budget
+    require_tokens(out_tokens)
     kept = record.Record("bench", recipe.subject, {
         "concurrent": concurrent, "prompt_tokens": prompt_tokens, "most_out_tokens": out_tokens, "seconds": seconds,
-        "runs": runs}, out)
-    sides = {name: engine_start(recipe, name == "on", settings.get("engine")) for name in ("off", "on")}
+        **TIMED}, out)
+    parts = {name: Part(*engine_start(recipe, name == "on", settings.get("engine")), backend) for name in ("off", "on")}
 
     def messages(tokens: int) -> list[dict]:
         return requests(concurrent, prompt_tokens, tokens, recipe.vocab)
 
-    with _precompiling(recipe, settings.get("precompile", []), env=env, logs=logs, deadline=deadline, ui=ui):
-        pair = Pair(sides, kept, ui, env=env, logs=logs, deadline=deadline, backend=backend)
-    with pair:
-        for name in sides:
-            pair.call(name, "bench", requests=messages(WARM_TOKENS))  # compiles what the timed runs need
-        with machine.turn(turn, ui.note, deadline):
-            tried = {name: pair.call(name, "bench", requests=messages(WARM_TOKENS)) for name in sides}
-            tokens = kept.data["arguments"]["out_tokens"] = fitted(tried, seconds, out_tokens)
-            ui.note(f"{tokens} tokens a request fit {seconds:.0f} s")
-            result = summary(pair.alternate(messages(tokens), runs, ("off", "on"), reserve=PROFILE_SECONDS))
-            kept.finish(False, False, **result)
-            profile = Profile(pair, messages(PROFILE_TOKENS), settings.get("operators", {}))
+    with contextlib.ExitStack() as opened:
+        with _precompiling(recipe, settings.get("precompile", []), env=env, logs=logs, deadline=deadline, ui=ui):
+            engines = opened.enter_context(started(parts, kept, ui, env=env, logs=logs, deadline=deadline))
+        pair = Pair(engines, kept, ui, deadline)
+        pair.compiled(messages(WARM_TOKENS))
+        ready = time.monotonic() - began
+        opened.enter_context(machine.turn(turn, ui.note, deadline))
+        opened.enter_context(pair.pinned())
+        turned = time.monotonic()
+        end = min(turned + seconds - ready, deadline) - PROFILE_SECONDS
+        quads = fitted(pair.compiled(messages(WARM_TOKENS)), concurrent, end - time.monotonic(), out_tokens)
+        tokens = kept.data["arguments"]["out_tokens"] = blocks.tokens_of(quads)
+        ui.note(f"{tokens} tokens a request, {quads} quads, fit what is left of {seconds:.0f} s")
+        result = pair.alternate(messages(tokens), quads, deadline - PROFILE_SECONDS)
+        kept.finish(False, False, **result)
+        profile = Profile(pair, messages(PROFILE_TOKENS), settings.get("operators", {}))
+        took = ready + time.monotonic() - turned
     steps, floor = step_us(result, concurrent), settings.get("floor", 0.88)
     profile.say(ui, steps)
-    ui.say(f"off {result['off']:,.0f} tok/s, on {result['on']:,.0f} tok/s: ratio {result['ratio']:.3f} "
-           f"(pairs {', '.join(f'{p:.3f}' for p in result['pairs'])}; the baseline's spread {result['spread']:.3f}, "
-           f"at most {MOST_SPREAD}; at least {floor} wanted)")
-    kept.finish(kept.locked and enough(result, runs), result["ratio"] >= floor, locked=kept.locked, floor=floor,
-                operators=profile.operators, step_us=steps, kernels_us=profile.kernels_us)
+    ui.say(f"off {result['off']:,.0f} tok/s, on {result['on']:,.0f} tok/s: {blocks.said(result)}; at least {floor} "
+           f"wanted; {took:.0f} s, its turn not waited for")
+    kept.finish(kept.locked and blocks.enough(result), result["ratio"] >= floor, locked=kept.locked, floor=floor,
+                operators=profile.operators, step_us=steps, kernels_us=profile.kernels_us, took=round(took, 1))
     return kept.data

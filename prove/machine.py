@@ -1,4 +1,4 @@
-"""What a timing needs of the machine: a turn on it, the same cores for both sides, and how busy it was meanwhile."""
+"""What a timing needs of the machine: a turn on it, the same cores for both sides, and nobody else at work."""
 from __future__ import annotations
 
 import contextlib
@@ -10,6 +10,8 @@ import time
 from prove.engine import EngineError
 
 CORES = 8  # an engine's main thread and those that wait with it; both engines get the same ones
+SHARE = 16  # idle: others use no more than one of so many cores, or than one core
+GLANCE = 0.1  # seconds, ten ticks of a core
 STAT = pathlib.Path("/proc/stat")
 
 
@@ -44,11 +46,41 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))[-CORES:]
 
 
-def pin(process: int, to: list[int]) -> None:
-    """Every thread of the process; what it starts later inherits it."""
-    for task in pathlib.Path(f"/proc/{process}/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # the thread has ended
-            os.sched_setaffinity(int(task.name), to)
+@contextlib.contextmanager
+def pinned(processes: list[int], to: list[int]):
+    """Within the body the main thread of each process, which decides how long a step takes, has the last core to itself
+    and its other threads the rest; a thread started meanwhile inherits its starter's. The same cores for all of them,
+    of which one works at a time: a core that a neighbour of the host slows down slows them alike."""
+    before: dict[int, set[int]] = {}
+    for process in processes:
+        for task in map(int, (path.name for path in pathlib.Path(f"/proc/{process}/task").iterdir())):
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended
+                before[task] = os.sched_getaffinity(task)
+                os.sched_setaffinity(task, to[-1:] if task == process else to[:-1] or to)
+    try:
+        yield
+    finally:
+        for task, allowed in before.items():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(task, allowed)
+
+
+def allowed() -> float:
+    """How many cores others may use of a machine that is called idle."""
+    return max(1.0, os.cpu_count() / SHARE)
+
+
+def quiet(patience: float) -> tuple[float, float]:
+    """Waits, with both engines asleep, until the machine is idle: (cores that are still busy, seconds it took). More
+    than `allowed` of them: it was not idle within `patience` seconds."""
+    began = time.monotonic()
+    while True:
+        busy = Busy()
+        time.sleep(GLANCE)
+        others = busy.mean()
+        waited = time.monotonic() - began
+        if others <= allowed() or waited >= patience:
+            return round(others, 2), waited
 
 
 class Busy:

@@ -3,6 +3,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
+import math
+import statistics
 import time
 
 from prove.host import HostProfile
@@ -81,6 +84,51 @@ class Clock:
         decode = (len(times) - 1) * self.rows / (times[-1] - times[0]) if len(times) > 1 else 0.0
         return {"decode_steps": len(times), "decode_tokens_per_second": decode, "kernels": self.kernels,
                 "profiled_steps": self.profiled, "host": self.host.summary()}
+
+
+class Decoding:
+    """Requests that decode together, a block of steps at a time; between blocks they wait, and so does the engine.
+    Garbage is collected after a block and not within it, so that no collection falls into one of two engines' blocks
+    alone; `gc.freeze` was vLLM's, when it had started."""
+
+    def __init__(self, engine, runner, names: list[str]):
+        self.engine, self.names, self.clock = engine, names, Clock(runner, rows=len(names), profile_steps=0)
+
+    def begin(self) -> dict:
+        """Prefills all, and decodes until the pipeline is full. `seconds`: until the first step in which all decode."""
+        started = time.perf_counter()
+        self._advance(SETTLED)
+        return {"seconds": self.clock.times[0] - started}
+
+    def block(self, steps: int, untimed: int) -> dict:
+        """`untimed` steps to take up the work again, then `steps` by the clock."""
+        stamps = untimed + steps + 1
+        times = self._advance(stamps, most=2 * stamps)[untimed:]
+        each = [after - before for before, after in zip(times, times[1:], strict=False)]
+        return {"steps": steps, "seconds": times[-1] - times[0], "median": statistics.median(each),
+                "longest": max(each)}
+
+    def _advance(self, stamps: int, most: float = math.inf) -> list[float]:
+        """The times at which steps began in which all decode, `stamps` of them within `most` steps."""
+        times, taken = self.clock.times, 0
+        del times[:]
+        gc.disable()
+        try:
+            with self.clock:
+                while len(times) < stamps:
+                    if taken >= most or not self.engine.has_unfinished_requests():
+                        raise RuntimeError(f"only {len(times)} of {taken} steps had all {len(self.names)} requests "
+                                           f"decoding, {stamps} are needed: the cache does not hold them all any more, "
+                                           "or they sample too few tokens")
+                    self.engine.step()
+                    taken += 1
+        finally:
+            gc.enable()
+            gc.collect(1)
+        return times
+
+    def end(self) -> None:
+        self.engine.abort_request(self.names)
 
 
 class Steps:

@@ -22,9 +22,10 @@ import numpy as np
 from prove.compare import words
 from prove.engine import pack
 from prove.scripts import load
-from prove.steps import Clock, Steps
+from prove.steps import Clock, Decoding, Steps
 
 IDLE_STEPS = 500
+LATE_STEPS = 10  # after an abort: a step may still be under way, and its blocks come back when it is over
 
 
 class Backend:
@@ -95,8 +96,8 @@ class Backend:
         chunk: most tokens a step; graphs: "on", "off" or "mixed" (every other step); preempt_at: steps before which all
         running requests are preempted; fresh: forget the prefix cache first; keep_blocks: cache blocks left to use.
         """
-        if fresh and not self.engine.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
+        if fresh:
+            self._forget()
         batches = [[r] for r in requests] if one_by_one else [requests]
         answers: dict = {}
         with self._chunk(chunk), self._graphs(), self._keep(keep_blocks), self.steps.counted() as steps:
@@ -109,8 +110,7 @@ class Backend:
     def op_bench(self, *, requests: list[dict], profile_steps: int = 0) -> dict:
         """Throughput of answering `requests` together. Decode is timed over the steps in which every request decodes,
         each request still running; profile_steps > 0 profiles that many of them instead of timing."""
-        if not self.engine.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
+        self._forget()
         clock = Clock(self.runner, rows=len(requests), profile_steps=profile_steps)
         for request in requests:
             self._add(request)
@@ -120,6 +120,26 @@ class Backend:
                 tokens += sum(len(output.outputs[0].token_ids) for output in self.engine.step())
         seconds = time.perf_counter() - started
         return {"tokens": tokens, "seconds": seconds, **clock.summary()}
+
+    def op_decode_begin(self, *, requests: list[dict]) -> dict:
+        """Answers `requests` together from here on: op_decode advances them, op_decode_end drops them."""
+        self._forget()
+        self.decoding = Decoding(self.engine, self.runner, [self._add(request) for request in requests])
+        return self.decoding.begin()
+
+    def op_decode(self, *, steps: int, untimed: int) -> dict:
+        return self.decoding.block(steps, untimed)
+
+    def op_decode_end(self) -> None:
+        self.decoding.end()
+        for _ in range(LATE_STEPS):
+            if self.engine.reset_prefix_cache():
+                break
+            self.engine.step()
+
+    def _forget(self) -> None:
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
 
     def op_trace(self, *, watch: dict[str, int], functions: list[str], keep: list[dict] = (), arm: str = "left",
                  **run) -> dict:

@@ -53,14 +53,15 @@ def prompt(length: int, vocab: int, seed: int) -> tuple[int, ...]:
     return tuple(source.randrange(vocab) for _ in range(length))
 
 
-def build(tokens: int, vocab: int) -> Workload:
-    """At least `tokens` sampled tokens; fewer than 12 requests would leave most lengths out."""
+def build(tokens: int, vocab: int, lengths: tuple[int, ...] = LENGTHS) -> Workload:
+    """At least `tokens` sampled tokens behind prompts of these lengths in turn; fewer than 12 requests would leave most
+    of LENGTHS out."""
     count = max(FEWEST_REQUESTS, min(MOST_REQUESTS, tokens // TOKENS_A_REQUEST))
     share = max(8, -(-tokens // count))
     requests = tuple(
         Request(
             id=f"r{i:03d}",
-            prompt=prompt(LENGTHS[i % len(LENGTHS)], vocab, seed=1000 + i),
+            prompt=prompt(lengths[i % len(lengths)], vocab, seed=1000 + i),
             max_tokens=share + i * 5 % 9,              # requests leave the batch one after another
             seed=7000 + i,
             temperature=0.0 if i % 8 == 7 else 1.0,    # some greedy: a first answer must equal its repeats

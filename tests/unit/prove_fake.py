@@ -53,6 +53,17 @@ class Backend:
                 "decode_tokens_per_second": self.rate, "kernels": kernels if profile_steps else [],
                 "profiled_steps": profile_steps, "host": [{"function": "wait", "calls": 1.0, "own_us": self.slow}]}
 
+    def op_decode_begin(self, *, requests):
+        self.rows = len(requests)
+        return {"seconds": 0.1}
+
+    def op_decode(self, *, steps, untimed):
+        each = self.rows / self.rate
+        return {"steps": steps, "seconds": steps * each, "median": each, "longest": each}
+
+    def op_decode_end(self):
+        self.rows = 0
+
     def op_run(self, *, requests, chunk=None, graphs="on", preempt_at=(), fresh=True, one_by_one=False,
                keep_blocks=None):
         if self.fault == "hang":

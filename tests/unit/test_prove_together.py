@@ -6,12 +6,16 @@ import time
 
 import pytest
 
-from prove import cost, cp, recipe, record, together, train, ui
+from prove import bench, blocks, cost, cp, recipe, record, together, train, ui, unchanged
 from prove.engine import EngineError
 
 FAKES = pathlib.Path(__file__).parent
 FAKE = str(FAKES / "start_fake.py")
+TOKENS = blocks.tokens_of(15)
 COMMANDS = {
+    "bench": (bench.bench, {"concurrent": 4, "prompt_tokens": 5, "out_tokens": TOKENS, "seconds": 9.0, "turn": None}),
+    "unchanged": (unchanged.unchanged, {"pristine": FAKES, "tokens": 9, "concurrent": 4, "out_tokens": TOKENS,
+                                        "turn": None}),
     "train": (train.train, {"updates": 2, "groups": 1, "answers": 1, "tokens": 2, "lr": 1e-3, "restore_after": 1}),
     "cp": (cp.cp, {"ranks_backend": FAKE}),
     "cost": (cost.cost, {"runs": 1}),

@@ -135,3 +135,28 @@ def test_every_tokens_logprob_stands_at_its_id_and_one_that_is_not_listed_is_a_n
     assert found[0].view(np.float32).tolist() == [-0.5, -1.0, -3.0]
     assert found[1, :2].view(np.float32).tolist() == [-2.0, 0.0] and found[1, 1] == 1 << 31, "a negative zero stays one"
     assert np.isnan(found[1].view(np.float32)[2])
+
+
+def test_requests_that_decode_in_blocks_are_dropped_at_the_end_and_the_step_under_way_is_waited_for(monkeypatch):
+    from test_prove_blocks import Engine
+
+    class Late(Engine):
+        """Gives its blocks back in the second step after the abort."""
+        def reset_prefix_cache(self):
+            return self.taken == 0 or self.aborted is not None and self.taken >= self.over
+
+        def abort_request(self, names):
+            super().abort_request(names)
+            self.over = self.taken + 2
+
+    engine = Late()
+    backend = object.__new__(vllm_backend.Backend)
+    backend.engine, backend.runner = engine, engine.runner
+    monkeypatch.setattr(backend, "_add", lambda request: request["id"] + ".1", raising=False)
+    assert backend.op_decode_begin(requests=[{"id": name} for name in "abc"])["seconds"] > 0
+    assert backend.op_decode(steps=8, untimed=2)["steps"] == 8
+    with pytest.raises(RuntimeError, match="blocks are still in use"):
+        backend.op_decode_begin(requests=[])
+    backend.op_decode_end()
+    assert engine.aborted == ["a.1", "b.1", "c.1"] and engine.taken == engine.over
+    backend._forget()

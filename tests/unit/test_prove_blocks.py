@@ -1,0 +1,237 @@
+"""Blocks of decode steps in turns, on simulated hosts: what the ratio sees, what it does not, when it is refused."""
+import gc
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+from prove import blocks, machine, ui
+from prove.engine import EngineError
+from prove.record import Record
+from prove.steps import SETTLED, Decoding
+
+
+class Host:
+    """Two engines that take `step[side](index)` seconds a step, on a host that is `slow(time)` times slower."""
+
+    def __init__(self, on=lambda index: 0.015 / 0.9, off=lambda index: 0.015, slow=lambda now: 1.0):
+        self.step, self.slow, self.now, self.at, self.calls = {"off": off, "on": on}, slow, 0.0, {}, []
+
+    def call(self, side, op, **arguments):
+        self.calls.append((side, op))
+        if op == "decode_begin":
+            self.at[side] = 0
+            return {"seconds": 0.2}
+        if op == "decode":
+            times = []
+            for _ in range(arguments["untimed"] + arguments["steps"]):
+                times.append(self.step[side](self.at[side]) * self.slow(self.now))
+                self.now, self.at[side] = self.now + times[-1], self.at[side] + 1
+            times = times[arguments["untimed"]:]
+            return {"steps": len(times), "seconds": sum(times), "median": sorted(times)[len(times) // 2],
+                    "longest": max(times)}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "quiet", lambda patience: (0.1, 0.0))
+
+    def call(host, quads=40, until=math.inf):
+        kept = Record("bench", "fake", {}, tmp_path)
+        rows = blocks.alternate(host.call, [], quads, kept, ui.UI(json_only=True), until=until)
+        return blocks.summary(rows, 256), kept.data
+    return call
+
+
+def phases(seed):
+    """A host that is up to 1.6 times slower, for 2 to 8 seconds at a time."""
+    source, ends = random.Random(seed), [(0.0, 1.0)]
+    while ends[-1][0] < 400:
+        ends.append((ends[-1][0] + source.uniform(2, 8), source.choice([1.0, 1.1, 1.3, 1.6])))
+    return lambda now: next(factor for end, factor in ends if now <= end)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_host_that_is_slow_for_seconds_at_a_time_does_not_move_the_ratio(run, seed):
+    found, _ = run(Host(slow=phases(seed)))
+    assert found["ratio"] == pytest.approx(0.9, abs=0.01) and found["quads"] == 40
+    assert found["noise"] < blocks.MOST_NOISE
+
+
+def test_a_cost_that_comes_every_few_steps_is_in_the_ratio_though_no_median_step_has_it(run):
+    found, _ = run(Host(on=lambda index: 0.015 * (6 if index % 32 == 31 else 1)))
+    assert found["steps"] == pytest.approx(1.0) and found["ratio"] == pytest.approx(32 / 37, abs=0.01)
+
+
+def test_a_few_long_steps_of_the_host_do_not_move_the_ratio(run):
+    found, _ = run(Host(on=lambda index: 0.015 + 2.0 * (index in (50, 400, 777)), off=lambda index: 0.015))
+    assert found["ratio"] == pytest.approx(1.0) and found["plain"] < 0.9
+
+
+def test_neither_side_always_goes_first_nor_between(run):
+    host = Host()
+    run(host, quads=2)
+    assert "".join(side[1] for side, op in host.calls if op == "decode") == "fnnf" + "nffn"
+    assert [call for call in host.calls if call[1] != "decode"] == [
+        ("off", "decode_begin"), ("on", "decode_begin"), ("off", "decode_end"), ("on", "decode_end")]
+
+
+def test_what_a_record_keeps_of_a_quad(run):
+    _, data = run(Host(), quads=1)
+    assert data["rows"][:2] == [{"side": side, "prefill_seconds": 0.2} for side in ("off", "on")]
+    row = data["rows"][2]
+    assert (row["quad"], row["first"], row["others"]) == (0, "off", 0.1) and len(row["off"]) == len(row["on"]) == 2
+    assert row["off"][0]["median"] == row["off"][0]["longest"] == 0.015 and row["off"][0]["steps"] == blocks.STEPS
+
+
+def test_a_baseline_that_does_not_agree_with_itself_within_a_quad_bears_no_verdict(run):
+    found, _ = run(Host(off=lambda index: 0.015 if index // (blocks.TOKENS - 1) % 2 == 0 else 0.018))
+    assert found["noise"] == pytest.approx(0.2) and not blocks.enough(found)
+
+
+def test_a_baseline_that_does_not_agree_with_itself_over_the_run_bears_no_verdict(run):
+    found, _ = run(Host(slow=lambda now: 1.0 + now / 150))
+    assert found["ratio"] == pytest.approx(0.9, abs=0.01) and found["spread"] > blocks.MOST_SPREAD
+    assert not blocks.enough(found)
+
+
+def test_fewer_quads_than_a_verdict_needs_bear_none(run):
+    assert blocks.enough(run(Host(), quads=15)[0]) and not blocks.enough(run(Host(), quads=14)[0])
+    assert not blocks.enough(run(Host(), quads=0)[0])
+
+
+def test_on_a_machine_that_is_not_idle_nothing_is_timed(run, monkeypatch):
+    seen = iter([(0.3, 0.1), (0.2, 0.1), *[(9.0, 70.0)] * 99])
+    monkeypatch.setattr(machine, "quiet", lambda patience: next(seen))
+    monkeypatch.setattr(machine, "allowed", lambda: 2.0)
+    found, data = run(Host())
+    assert found["quads"] == 2 and not blocks.enough(found)
+    assert "2 of 40 quads: the machine was not idle: others use 9.0 of its cores, 2.0 are allowed" in data["stopped"]
+
+
+def test_the_patience_with_others_is_one_for_the_whole_run(run, monkeypatch):
+    left = []
+    monkeypatch.setattr(machine, "quiet", lambda patience: (left.append(patience), (0.0, 10.0))[1])
+    run(Host(), quads=3)
+    assert left == pytest.approx([60.0, 50.2, 40.4])
+
+
+def test_a_full_cache_ends_the_run_and_what_was_timed_counts(run):
+    host, call = Host(), Host.call
+
+    def full(side, op, **arguments):
+        if op == "decode" and host.at[side] > 1300:
+            raise EngineError("failed", "the cache does not hold them")
+        return call(host, side, op, **arguments)
+    host.call = full
+    found, data = run(host)
+    assert 15 < found["quads"] < 40 and blocks.enough(found) and "does not hold them" in data["stopped"]
+    assert host.calls[-2:] == [("off", "decode_end"), ("on", "decode_end")]
+
+
+def test_an_engine_that_dies_is_no_end_of_a_run_but_a_failure(run):
+    host, call = Host(), Host.call
+    host.call = lambda side, op, **arguments: (_ for _ in ()).throw(EngineError("died", "it")) if op == "decode" \
+        else call(host, side, op, **arguments)
+    with pytest.raises(EngineError):
+        run(host)
+
+
+def test_no_quad_begins_that_would_not_end_in_time(run):
+    found, data = run(Host(), until=time.monotonic() - 1)
+    assert found["quads"] == 0 and "out of time" in data["stopped"]
+
+
+# ---- the engine's side
+
+
+class Engine:
+    """An engine whose `rows` requests are all decoding after a few steps, and after `most` steps not any more."""
+
+    def __init__(self, rows=3, most=10**9, joins=2):
+        self.runner = types.SimpleNamespace(execute_model=lambda output: self.seen.append(gc.isenabled()))
+        self.rows, self.most, self.joins, self.taken, self.seen, self.aborted = rows, most, joins, 0, [], None
+
+    def has_unfinished_requests(self):
+        return True
+
+    def step(self):
+        self.taken += 1
+        count = self.rows if self.joins < self.taken <= self.most else 1
+        self.runner.execute_model(types.SimpleNamespace(num_scheduled_tokens=dict.fromkeys(range(count), 1),
+                                                        total_num_scheduled_tokens=count))
+
+    def abort_request(self, names):
+        self.aborted = names
+
+
+def test_a_block_is_so_many_steps_and_no_garbage_is_collected_in_it():
+    engine = Engine()
+    before, decoding = engine.runner.execute_model, Decoding(engine, engine.runner, ["a", "b", "c"])
+    assert decoding.begin()["seconds"] > 0 and engine.taken == 2 + SETTLED
+    found = decoding.block(32, 4)
+    assert engine.taken == 2 + SETTLED + 37 == 2 + SETTLED + blocks.TOKENS and found["steps"] == 32
+    assert found["seconds"] >= found["longest"] >= found["median"] > 0
+    assert engine.seen == [False] * engine.taken and gc.isenabled() and engine.runner.execute_model is before
+    decoding.end()
+    assert engine.aborted == ["a", "b", "c"]
+
+
+def test_steps_in_which_not_all_decode_are_no_block_and_do_not_go_on_for_ever():
+    engine = Engine(most=50)
+    decoding = Decoding(engine, engine.runner, ["a", "b", "c"])
+    decoding.begin()
+    with pytest.raises(RuntimeError, match="only 28 of 74 steps had all 3 requests decoding, 37 are needed"):
+        decoding.block(32, 4)
+    assert gc.isenabled()
+
+
+# ---- the machine's side
+
+
+def test_the_main_thread_has_a_core_to_itself_and_everything_is_as_before_afterwards(monkeypatch):
+    code = ("import os, sys, threading\nready = threading.Event()\nt = threading.Thread(target=ready.wait)\nt.start()\n"
+            "print(t.native_id, flush=True)\nsys.stdin.read()\nready.set()")
+    allowed, cores = {}, sorted(os.sched_getaffinity(0))
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        other = int(child.stdout.readline())
+        with pytest.raises(ZeroDivisionError), machine.pinned([child.pid], cores):
+            allowed = {task: os.sched_getaffinity(task) for task in (child.pid, other)}
+            raise ZeroDivisionError
+        after = [os.sched_getaffinity(task) for task in (child.pid, other)]
+        child.stdin.close()
+    assert allowed == {child.pid: set(cores[-1:]), other: set(cores[:-1] or cores)}
+    assert after == [set(cores)] * 2
+
+
+def test_a_busy_core_is_counted():
+    busy, until = machine.Busy(), time.process_time() + 0.5
+    while time.process_time() < until:
+        pass
+    assert 0.3 < busy.mean() <= os.cpu_count() + 0.5
+
+
+def test_others_are_waited_for_and_not_for_ever(monkeypatch):
+    seen = iter([3.0, 3.0, 0.5])
+    monkeypatch.setattr(machine, "Busy", lambda: types.SimpleNamespace(mean=lambda: next(seen, 9.0)))
+    monkeypatch.setattr(machine, "GLANCE", 0.01)
+    monkeypatch.setattr(machine, "allowed", lambda: 1.0)
+    others, waited = machine.quiet(5.0)
+    assert others == 0.5 and 0.03 <= waited < 5
+    assert machine.quiet(0.05)[0] == 9.0
+
+
+def test_a_machine_is_idle_by_its_size(monkeypatch):
+    for count, cores in ((2, 1.0), (16, 1.0), (32, 2.0)):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        assert machine.allowed() == cores
+
+
+def test_the_record_of_blocks_is_json(run):
+    assert json.loads(json.dumps(run(Host())[0], allow_nan=False))["quads"] == 40
