@@ -8,34 +8,44 @@ outputs for other inputs. What differs in neither form depends on state outside 
 from __future__ import annotations
 
 import pathlib
+import pickletools
+import re
 import subprocess
 import sys
 import time
+import zipfile
 
 import torch
 
 from prove.trace import by_rows, hashes, resolve, result_hashes
 
 LARGEST = 512 << 20  # bytes of a file; above it loading alone would take seconds, and something is in it by mistake
-PATIENCE = 120.0     # seconds for a file that should take under ten
+PATIENCE = 120.0     # seconds for a file that should take under ten, and its imports
 
 SCRIPT = '''"""{title}
 
 Run it with the engine's packages on PYTHONPATH; exit 1 and the words that differ, or exit 0.
 """
+import contextlib
+import importlib
 import pathlib
 import sys
+import time
+
+BEGAN = time.perf_counter()
 {prelude}
 import torch
 
+for name in {modules!r}:  # which the data and the call need
+    with contextlib.suppress(ImportError):  # some cannot be imported first; then the load does it
+        importlib.import_module(name)
+IMPORTED = time.perf_counter()
 DATA = torch.load(pathlib.Path(__file__).with_suffix(".pt"), weights_only=False)
 
 
 def target():
     if DATA["module"] is not None:
         return DATA["module"]
-    import importlib
-
     module, _, names = DATA["path"].partition(":")
     found = importlib.import_module(module)
     for name in names.split("."):
@@ -83,6 +93,7 @@ if not both:
     sys.exit("the two calls return nothing that can be compared")
 left, right = (torch.cat([side[name] for name in both]) for side in (left, right))
 where = (left != right).nonzero().flatten()
+print(f"seconds: {{IMPORTED - BEGAN:.1f}} for imports, {{time.perf_counter() - IMPORTED:.1f}} after them")
 if not len(where):
     print("equal:", left.numel(), "bytes")
     sys.exit(0)
@@ -192,21 +203,35 @@ def write(folder: pathlib.Path, name: str, site: str, path: str | None, module, 
         raise
     finally:
         bounded.file.close()
-    script.write_text(SCRIPT.format(title=f"{site}: the same row, other bits ({pair['form']}).", prelude=prelude))
+    script.write_text(SCRIPT.format(title=f"{site}: the same row, other bits ({pair['form']}).", prelude=prelude,
+                                    modules=_modules(data, path)))
     return script
 
 
+def _modules(data: pathlib.Path, path: str | None) -> list[str]:
+    """What loading the arguments imports, and where the function is found by its path."""
+    with zipfile.ZipFile(data) as archive:
+        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+    named = {argument.split(" ")[0] for op, argument, _ in pickletools.genops(pickled) if op.name == "GLOBAL"}
+    named |= {path.partition(":")[0]} if path else set()
+    return sorted(named & sys.modules.keys())  # a pickle calls builtins by the name they had in Python 2
+
+
 def run(script: pathlib.Path, env: dict[str, str]) -> dict:
-    """What the file says in a process of its own, and how long that takes."""
+    """What the file says in a process of its own, and how long that takes: all of it, its imports, what comes after."""
     started = time.monotonic()
     try:
         done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False,
                               timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        return {"shown": False, "seconds": PATIENCE, "said": f"not done after {PATIENCE:.0f} s"}
+        return {"shown": False, "seconds": PATIENCE, "import_seconds": None, "run_seconds": None,
+                "said": f"not done after {PATIENCE:.0f} s"}
     said = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    parts = re.search(r"^seconds: ([\d.]+) for imports, ([\d.]+) after them$", done.stdout, re.MULTILINE)
+    imports, after = map(float, parts.groups()) if parts else (None, None)
     return {"shown": done.returncode == 1 and "\ndiffer: " in done.stdout, "exit": done.returncode,
-            "seconds": round(time.monotonic() - started, 1), "said": said[-1] if said else ""}
+            "seconds": round(time.monotonic() - started, 1), "import_seconds": imports, "run_seconds": after,
+            "said": said[-1] if said else ""}
 
 
 def function_of(held: dict, model: torch.nn.Module):

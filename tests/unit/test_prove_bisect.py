@@ -230,6 +230,48 @@ def test_a_parameter_is_saved_without_what_the_engine_hung_on_it(tmp_path):
     assert not said["shown"] and said["exit"] == 0 and said["said"].startswith("equal:"), said
 
 
+SLOW = """
+import time
+
+import torch
+
+time.sleep(1.5)
+
+class Doubler(torch.nn.Module):
+    def forward(self, x):
+        return x + torch.arange(len(x))[:, None]
+
+def double(x):
+    return x + torch.arange(len(x))[:, None]
+"""
+
+
+@pytest.mark.parametrize("as_module", [True, False])
+def test_what_a_file_imports_is_timed_apart_from_what_it_does(as_module, tmp_path, monkeypatch):
+    """A module's class is imported by loading it, a function's by its path: neither counts for the file's own time."""
+    (tmp_path / "slow_to_import.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import slow_to_import
+
+    call = {"args": (torch.zeros(2, 4),), "kwargs": {}, "rows": 2}
+    pair = {"form": "arms", "left": call | {"row": 0}, "right": call | {"row": 1}}
+    script = repro.write(tmp_path / "out", "r", "f", None if as_module else "slow_to_import:double",
+                         slow_to_import.Doubler() if as_module else None, pair)
+    said = repro.run(script, os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert said["shown"], said
+    assert said["import_seconds"] >= 1.5 and said["run_seconds"] < said["import_seconds"] <= said["seconds"], said
+    assert "'slow_to_import'" in script.read_text()
+    sys.modules.pop("slow_to_import")
+
+
+def test_only_what_a_file_does_after_its_imports_has_to_be_quick():
+    def shown(**ran):
+        return bisect._shown({"repro": {"run": {"shown": True, "seconds": 35.8, **ran}}})
+    assert shown(import_seconds=29.0, run_seconds=6.8) and not shown(import_seconds=1.0, run_seconds=10.0)
+    assert not bisect._shown({"repro": {"run": {"shown": False, "seconds": 120.0, "run_seconds": None}}})
+    assert not bisect._shown({"repro": {"form": None}}) and not bisect._shown(None)
+
+
 def test_arguments_that_would_take_seconds_to_load_are_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(repro, "LARGEST", 1000)
     call = {"args": (torch.zeros(1, 4000),), "kwargs": {}, "rows": 1, "row": 0}
