@@ -160,13 +160,13 @@ def bench(recipe: Recipe, ui: UI, *, concurrent: int, prompt_tokens: int, out_to
         pair.compiled(messages(WARM_TOKENS))
         ready = time.monotonic() - began
         opened.enter_context(machine.turn(turn, ui.note, deadline))
-        opened.enter_context(pair.pinned())
         turned = time.monotonic()
         end = min(turned + seconds - ready, deadline) - PROFILE_SECONDS
-        quads = fitted(pair.compiled(messages(WARM_TOKENS)), concurrent, end - time.monotonic(), out_tokens)
-        tokens = kept.data["arguments"]["out_tokens"] = blocks.tokens_of(quads)
-        ui.note(f"{tokens} tokens a request, {quads} quads, fit what is left of {seconds:.0f} s")
-        result = pair.alternate(messages(tokens), quads, deadline - PROFILE_SECONDS)
+        with pair.pinned():
+            quads = fitted(pair.compiled(messages(WARM_TOKENS)), concurrent, end - time.monotonic(), out_tokens)
+            tokens = kept.data["arguments"]["out_tokens"] = blocks.tokens_of(quads)
+            ui.note(f"{tokens} tokens a request, {quads} quads, fit what is left of {seconds:.0f} s")
+            result = pair.alternate(messages(tokens), quads, deadline - PROFILE_SECONDS)
         kept.finish(False, False, **result)
         profile = Profile(pair, messages(PROFILE_TOKENS), settings.get("operators", {}))
         took = ready + time.monotonic() - turned

@@ -83,7 +83,7 @@ def _quad(call: Callable, index: int) -> dict:
             if error.kind != "failed":
                 raise
             raise _Stopped(f"{side}: {error}") from None
-    return {"busy_cores": round(busy.mean(), 2), "first": one, **found}
+    return {"busy_cores": round(busy.mean(), 2), "stolen_cores": round(busy.stolen(), 2), "first": one, **found}
 
 
 def step(blocks: list[dict], key: str = "seconds") -> float:

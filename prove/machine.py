@@ -84,16 +84,24 @@ def quiet(patience: float) -> tuple[float, float]:
 
 
 class Busy:
-    """Counts the machine's busy cores between its start and `mean()`, by everything that runs on it."""
+    """Counts the machine's busy cores between its start and `mean()`, by everything that runs on it; `stolen()`: those
+    of them that the host of a virtual machine gave to others meanwhile, where it says so."""
 
     def __init__(self):
-        self.began, self.ticks = time.monotonic(), _busy_ticks()
+        self.began, self.ticks = time.monotonic(), _ticks()
 
     def mean(self) -> float:
-        seconds = time.monotonic() - self.began
-        return (_busy_ticks() - self.ticks) / os.sysconf("SC_CLK_TCK") / seconds
+        return self._cores(sum)
+
+    def stolen(self) -> float:
+        return self._cores(lambda ticks: ticks[-1])
+
+    def _cores(self, of) -> float:
+        ticks = of(_ticks()) - of(self.ticks)
+        return ticks / os.sysconf("SC_CLK_TCK") / (time.monotonic() - self.began)
 
 
-def _busy_ticks() -> int:
-    user, nice, system, _, _, *interrupts = map(int, STAT.read_text().split("\n", 1)[0].split()[1:9])
-    return user + nice + system + sum(interrupts)
+def _ticks() -> list[int]:
+    """user, nice, system, interrupts of two kinds, stolen: neither idle nor waiting for a disk."""
+    fields = STAT.read_text().split("\n", 1)[0].split()[1:9]
+    return [int(ticks) for ticks in fields[:3] + fields[5:]]

@@ -217,6 +217,19 @@ def test_a_busy_core_is_counted():
     assert 0.3 < busy.mean() <= os.cpu_count() + 0.5
 
 
+def test_a_core_that_the_host_took_is_counted_as_busy_and_by_itself(tmp_path, monkeypatch):
+    def stat(*ticks):
+        (tmp_path / "stat").write_text(f"cpu  {' '.join(map(str, ticks))} 0 0\ncpu0 1 2 3\n")
+    monkeypatch.setattr(machine, "STAT", tmp_path / "stat")
+    now = iter([10.0, 12.0, 12.0])
+    monkeypatch.setattr(machine, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
+    hertz = os.sysconf("SC_CLK_TCK")
+    stat(100, 0, 50, 9000, 70, 1, 2, 40)
+    busy = machine.Busy()
+    stat(100 + 3 * hertz, hertz, 50 + hertz, 9999, 99, 1, 2 + hertz, 40 + 2 * hertz)  # of two seconds
+    assert busy.mean() == 4.0 and busy.stolen() == 1.0
+
+
 def test_others_are_waited_for_and_not_for_ever(monkeypatch):
     seen = iter([3.0, 3.0, 0.5])
     monkeypatch.setattr(machine, "Busy", lambda: types.SimpleNamespace(mean=lambda: next(seen, 9.0)))
