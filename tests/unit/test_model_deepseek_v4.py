@@ -3,8 +3,11 @@
 No compiled kernel runs here: `exact` tables check the derivative of the whole composition, `reference` tables (with the
 deployment's quantisers) the export and the independence of packing. prove does the same on a GPU with vLLM's kernels.
 """
+import collections
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.zero_mismatch import kernels_dsv4
 from megatron.zero_mismatch.linear_fp8 import OperandCache
@@ -132,6 +135,33 @@ def test_sequences_in_one_pass_of_the_reference_see_nothing_of_each_other(config
     for name, w in apart.w.items():
         if w.grad is not None:
             torch.testing.assert_close(together.w[name].grad, w.grad, rtol=1e-8, atol=1e-10, msg=name)
+
+
+class Called(TorchDispatchMode):
+    """Names of the operators that are called inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.names[function._schema.name.removeprefix("aten::")] += 1
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_reference_calls_nothing_that_batch_invariance_replaces(dtype):
+    """Those kernels know no fp64 or have no derivative (determinism/batch_invariant.py:1357-1380 of 0.33.0)."""
+    model = build(FP8_CONFIG)
+    tokens, packed = batch(FP8_CONFIG)
+    with noted(model) as (experts, rows, _):
+        model(tokens, packed)
+    reference = Reference(FP8_CONFIG, dict(model.named_parameters()), model.tables, dtype)
+    with Called() as called:
+        found = reference.logprobs([tokens[a:b] for a, b in packed.bounds], experts, {1: rows[0]}, fp8=True)
+        found.sum().backward()
+    replaced = {"bmm", "mean", "_softmax", "softmax", "_log_softmax"}
+    assert called.names["mm"] > 50 and not replaced & called.names.keys()
 
 
 def test_the_references_experts_in_one_product_are_the_sum_of_each_alone():
