@@ -9,7 +9,7 @@
     write [--check]                 run.sh of every recipe; --check writes nothing and exits 1 if one would change
 
 --off, before RECIPE, runs with batch invariance off; --print shows the command of serve and starts nothing. The small
-models are not served: their weights are made inside the proofs (python3 -m prove ... --tiny).
+models are not served from here: recipes/NAME/README.md says how vllm serve does.
 """
 from __future__ import annotations
 

@@ -21,6 +21,8 @@ def why_not(path: Path, today: set[str]) -> str:
         return reason
     if not record.get("rows"):
         return "it has no rows"
+    if record.get("verb") == "contrast":
+        return "a contrast: it shows what differs, and claims nothing"
     return "" if record.get("passed") is True else "the run did not pass"
 
 

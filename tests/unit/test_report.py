@@ -62,6 +62,7 @@ def test_every_record_is_listed_with_what_it_is_worth(made):
     lock = {"engines": {"a": {"lock": {"state": "locked", "digest": digest}}}, "rows": [{"case": "base"}]}
     made.write("evidence/rollout-x.json", json.dumps({"verb": "rollout", "subject": "x", "passed": True, **lock}))
     made.write("evidence/bench-x.json", json.dumps({"verb": "bench", "subject": "x", "passed": False, **lock}))
+    made.write("evidence/contrast-x.json", json.dumps({"verb": "contrast", "subject": "x", "passed": False, **lock}))
     made.write("evidence/odd.json", json.dumps({"rows": 7, "lock": "0" * 64, "passed": True}))
     made.write("evidence/broken.json", "{")
     made.write("evidence/README.md", "no record\n")
@@ -69,9 +70,10 @@ def test_every_record_is_listed_with_what_it_is_worth(made):
     said = {record["record"]: record["why_not"] for record in result.data["records"]}
     assert said.pop("evidence/broken.json").startswith("no JSON")
     assert said == {"evidence/rollout-x.json": "", "evidence/bench-x.json": "the run did not pass",
+                    "evidence/contrast-x.json": "a contrast: it shows what differs, and claims nothing",
                     "evidence/odd.json": "made with another lock (000000000000)"}
     text = "\n".join(result.lines)
-    assert "evidence: 4 records, 1 with today's lock and passed" in text
+    assert "evidence: 5 records, 1 with today's lock and passed" in text
     assert [line.split() for line in result.lines if "rollout-x" in line] == [
         ["evidence/rollout-x.json", "rollout", "x", "yes"]]
     assert [line.split(maxsplit=3)[3] for line in result.lines if "bench-x" in line] == ["no: the run did not pass"]
