@@ -118,10 +118,11 @@ class Profile:
     """One profiled run of each side: the loss by operator, and where the host's time differs."""
 
     def __init__(self, pair: Pair, messages: list[dict], operators: dict[str, str]):
-        self.tables, self.host, self.kernels_us = {}, {}, {}
+        self.tables, self.host, self.kernels_us, self.steps = {}, {}, {}, {}
         for name in pair.engines:
             found = pair.call(name, "bench", requests=messages, profile_steps=PROFILE_STEPS)
-            self.tables[name] = by_operator(found["kernels"], max(1, found["profiled_steps"]), operators)
+            self.steps[name] = found["profiled_steps"]
+            self.tables[name] = by_operator(found["kernels"], max(1, self.steps[name]), operators)
             self.kernels_us[name] = sum(self.tables[name].values())
             kept = pair.kept.data["engines"][name]
             self.host[name] = kept["host"] = found["host"]
@@ -174,6 +175,7 @@ def bench(recipe: Recipe, ui: UI, *, concurrent: int, prompt_tokens: int, out_to
     profile.say(ui, steps)
     ui.say(f"off {result['off']:,.0f} tok/s, on {result['on']:,.0f} tok/s: {blocks.said(result)}; at least {floor} "
            f"wanted; {took:.0f} s, its turn not waited for")
-    kept.finish(kept.locked and blocks.enough(result), result["ratio"] >= floor, locked=kept.locked, floor=floor,
-                operators=profile.operators, step_us=steps, kernels_us=profile.kernels_us, took=round(took, 1))
+    kept.finish(kept.locked and blocks.enough(result) and all(profile.steps.values()), result["ratio"] >= floor,
+                locked=kept.locked, floor=floor, operators=profile.operators, step_us=steps,
+                kernels_us=profile.kernels_us, took=round(took, 1))
     return kept.data

@@ -90,6 +90,8 @@ def bisect(recipe: Recipe, ui: UI, *, arms: tuple[str, str], tokens: int, invari
     file shows the difference by itself, in under QUICK seconds after its imports."""
     if unknown := [a for a in arms if a not in ARMS]:
         raise ValueError(f"no such arm: {', '.join(unknown)}; there are: {', '.join(ARMS)}")
+    if arms[0] == arms[1]:
+        raise ValueError(f"--left and --right are both {arms[0]}: a run against itself shows nothing; name two arms")
     verb = "bisect" if invariant else "bisect-contrast"
     kept = record.Record(verb, recipe.subject, {"arms": list(arms), "tokens": tokens, "invariant": invariant}, out)
     start, environment = engine_start(recipe, invariant, {"enforce_eager": True})

@@ -52,8 +52,9 @@ def cp(recipe: Recipe, ui: UI, *, out: pathlib.Path, logs: pathlib.Path, budget:
     parts = {"lone": Part(start, environment, backend)} | {
         f"rank {rank}": Part({"rank": rank, "ranks": RANKS, "store": str(folder / "store")}, environment, ranks_backend)
         for rank in range(RANKS)}
-    with (started(parts, kept, ui, env=env, logs=logs, deadline=deadline) as engines,
-          concurrent.futures.ThreadPoolExecutor(RANKS) as pool):
+    # The engines end first: a rank that waits for one that died would hold the pool for the whole budget.
+    with (concurrent.futures.ThreadPoolExecutor(RANKS) as pool,
+          started(parts, kept, ui, env=env, logs=logs, deadline=deadline) as engines):
         lone, *ranks = (Trainer(engine, deadline) for engine in engines.values())
         kept.actor(lone.engine.info)
         proof = _Proof(lone, ranks, pool, folder, kept, ui)
@@ -67,9 +68,13 @@ class _Proof:
     def __init__(self, lone: Trainer, ranks: list[Trainer], pool, folder: pathlib.Path, kept: record.Record, ui: UI):
         self.lone, self.ranks, self.pool, self.folder, self.kept, self.ui = lone, ranks, pool, folder, kept, ui
 
-    def together(self, op: str, **arguments) -> list[dict]:
-        """Every rank at once: they wait for each other."""
-        return list(self.pool.map(lambda rank: rank.call(op, **arguments), self.ranks))
+    def together(self, op: str, own: tuple[dict, ...] = ({},) * RANKS, **arguments) -> list[dict]:
+        """Every rank at once: they wait for each other, and nobody waits for one that another has left alone."""
+        asked = [self.pool.submit(rank.call, op, **arguments, **its) for rank, its in zip(self.ranks, own, strict=True)]
+        done, _ = concurrent.futures.wait(asked, return_when=concurrent.futures.FIRST_EXCEPTION)
+        if failed := next((future.exception() for future in done if future.exception()), None):
+            raise failed
+        return [future.result() for future in asked]
 
     def run(self, wanted: list, vocab: int, lr: float) -> None:
         self._actors(lr)
@@ -106,8 +111,8 @@ class _Proof:
         narrow = {"sequences": self.sequences[::-1], "micro": int(MICRO * SHARE)}
         self.lone.call("save_gradients", sequences=self.sequences, micro=MICRO, path=plain)
         self.lone.call("save_gradients", **narrow, path=cut)
-        list(self.pool.map(lambda rank, path: rank.call("save_gradients", sequences=self.sequences, micro=MICRO,
-                                                        path=path), self.ranks, (shared, f"{shared}.other")))
+        self.together("save_gradients", ({"path": shared}, {"path": f"{shared}.other"}), sequences=self.sequences,
+                      micro=MICRO)
         found = compared_gradients(*map(_read, (plain, cut, shared)))
         over = [row["parameter"] for row in found if not row["error"] <= row["bound"]]
         seen = [row["parameter"] for row in found if row["own_share_error"] > row["bound"]]

@@ -66,9 +66,11 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _row(name: str, usual: float, want: float, error: float, own: float, dot: float) -> dict:
+    """A gradient that is expected to be zero has no relative error: NaN, which is over any bound."""
     size = (own * want) ** 0.5
-    return {"parameter": name, "error": (error / want) ** 0.5, "norm": want**0.5,
-            "usual_error": (usual / want) ** 0.5, "cosine": dot / size if size else 0.0}
+    error, usual = ((part / want) ** 0.5 if want else float("nan") for part in (error, usual))
+    return {"parameter": name, "error": error, "norm": want**0.5, "usual_error": usual,
+            "cosine": dot / size if size else 0.0}
 
 
 def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faults: list[str]) -> dict:

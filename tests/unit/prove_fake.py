@@ -3,7 +3,8 @@
 flags["fault"] plants what the harness must notice: "batch" lets a logprob depend on how many requests run together,
 "phase" lets prefill differ from decode in one place, "order" lets it follow the order of requests that read the cache,
 "nan", "lost" (an answer is missing), "hang", "die", "raise", "patched differs" (not from a folder named pristine),
-"unstable" (long prompts answer differently every time). A file "fault" in the first folder of PYTHONPATH plants one.
+"unstable" (long prompts answer differently every time), "no profile" (the profiler saw no step). A file "fault" in the
+first folder of PYTHONPATH plants one.
 """
 import os
 import pathlib
@@ -47,6 +48,7 @@ class Backend:
 
     def op_bench(self, *, requests, profile_steps=0):
         tokens = sum(r["max_tokens"] for r in requests)
+        profile_steps *= self.fault != "no profile"
         kernels = [{"name": "sm90_fp8_gemm_1d2d_impl", "count": 1, "us": 100.0 * profile_steps},
                    {"name": "flash_fwd_splitkv_mla", "count": 1, "us": self.slow * profile_steps}]
         return {"tokens": tokens, "seconds": tokens / self.rate, "decode_steps": 5,

@@ -14,7 +14,7 @@ from megatron.zero_mismatch.linear_fp8 import OperandCache
 from megatron.zero_mismatch.models.deepseek_v4 import DeepseekV4, Shape
 from megatron.zero_mismatch.packing import Packed, pack
 from megatron.zero_mismatch.version_guard import WeightGuard, WeightsChanged
-from prove.gradients_deepseek_v4 import noted
+from prove.gradients_deepseek_v4 import _row, noted
 from prove.reference_deepseek_v4 import Reference
 
 CONFIG = {
@@ -311,3 +311,8 @@ def test_tiny_recipe_is_understood():
     folder = pathlib.Path(__file__).resolve().parents[2] / "recipes" / "deepseek-v4" / "tiny"
     shape = Shape.from_hf(json.loads((folder / "config.json").read_text()))
     assert shape.pattern == "SCHCH" and shape.hashed == 1 and shape.index_top_k == 512
+
+
+def test_a_gradient_that_is_expected_to_be_zero_is_over_any_bound():
+    row = _row("sink", usual=0.0, want=0.0, error=1.0, own=1.0, dot=0.0)
+    assert row["error"] != row["error"] and row["usual_error"] != row["usual_error"] and row["cosine"] == 0

@@ -136,6 +136,11 @@ def test_a_bench_cut_short_has_a_ratio_first_and_then_its_reasons(made, tmp_path
     assert data["pairs"] == pytest.approx([0.9] * 5) and not data["complete"] and not data["passed"]
 
 
+def test_a_bench_whose_profile_saw_no_step_is_incomplete(made, tmp_path):
+    data = run_bench(made("no profile"), tmp_path)
+    assert data["ratio"] >= data["floor"] and not data["complete"] and not data["passed"]
+
+
 def test_quads_stop_where_the_profile_would_not_fit(made, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "PROFILE_SECONDS", 1000)
     data = run_bench(made(), tmp_path)

@@ -321,6 +321,12 @@ def test_an_unknown_arm_is_refused():
                       env={})
 
 
+def test_a_run_against_itself_is_refused():
+    with pytest.raises(ValueError, match="both decode: a run against itself shows nothing"):
+        bisect.bisect(None, None, arms=("decode", "decode"), tokens=1, invariant=True, out=None, logs=None, budget=1,
+                      env={})
+
+
 def test_a_buffer_for_the_largest_step_counts_by_its_first_rows():
     buffer = torch.arange(40).reshape(20, 2)
     assert trace.hashes(buffer, 4) == {}

@@ -74,6 +74,13 @@ def test_a_few_long_steps_of_the_host_do_not_move_the_ratio(run):
     assert found["ratio"] == pytest.approx(1.0) and found["plain"] < 0.9
 
 
+@pytest.mark.parametrize("stall,every", [(1.0, 300), (0.5, 200)])
+def test_an_engine_that_stalls_now_and_then_gets_no_verdict(run, stall, every):
+    """Rarer than every second quad the median leaves it out; all time does not."""
+    found, _ = run(Host(on=lambda index: 0.015 + stall * (index % every == every // 2), off=lambda index: 0.015))
+    assert found["ratio"] == pytest.approx(1.0) and found["plain"] < 0.88 and not blocks.enough(found)
+
+
 def test_neither_side_always_goes_first_nor_between(run):
     host = Host()
     run(host, quads=2)

@@ -65,3 +65,28 @@ def test_leaving_ends_all_of_them(seen, tmp_path):
                           deadline=time.monotonic() + 60) as engines:
         assert engines["one"].process.poll() is None and kept.data["engines"]["one"]["lock"]["state"] == "other"
     assert engines["one"].process.poll() is not None
+
+
+RANK_THAT_DIES = """
+import os, time
+class Backend:
+    def __init__(self, emit=None, **start): self.rank = start.get("rank")
+    def info(self): return {"vllm_path": "/none/vllm", "start_seconds": 0.0, "cache_block": 16}
+    def op_save_weights(self, **_): return None
+    def op_actor(self, **_):
+        if self.rank == int(os.environ["DIES"]): os._exit(3)
+        if self.rank is not None: time.sleep(600)  # in a collective with the other
+        return {"weights": "0"}
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_waits_for_a_rank_whose_other_died(rank, tmp_path):
+    (tmp_path / "fake.py").write_text(RANK_THAT_DIES)
+    made = recipe.Recipe("fake", tmp_path, "tiny", {
+        "tiny": {"model": "tiny", "weights": "weights.py", "vocab": 97}, "engine": {}})
+    began = time.monotonic()
+    with pytest.raises(EngineError):
+        cp.cp(made, ui.UI(json_only=True), out=tmp_path, logs=tmp_path / "logs", budget=300.0,
+              env={"DIES": str(rank)}, backend=str(tmp_path / "fake.py"), ranks_backend=str(tmp_path / "fake.py"))
+    assert time.monotonic() - began < 150
