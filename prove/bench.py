@@ -74,7 +74,7 @@ class Pair:
         self.engines, self.kept, self.ui, self.deadline = engines, kept, ui, deadline
 
     def call(self, name: str, op: str, **arguments):
-        return self.engines[name].call(op, timeout=max(1.0, self.deadline - time.monotonic()), **arguments)
+        return self.engines[name].call_by(self.deadline, op, **arguments)
 
     def compiled(self, messages: list[dict]) -> dict[str, dict]:
         """What each side says of a short run; what the timed ones need is compiled after it."""

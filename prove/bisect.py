@@ -160,7 +160,7 @@ class _Search:
         return zip(self.arms, ("left", "right"), strict=True)
 
     def _call(self, op: str, **arguments):
-        return self.engine.call(op, timeout=max(1.0, self.deadline - time.monotonic()), **arguments)
+        return self.engine.call_by(self.deadline, op, **arguments)
 
     def _run(self, arm: str, side: str, watch: dict[str, int], **more) -> dict:
         build, how = ARMS[arm]

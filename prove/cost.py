@@ -47,8 +47,7 @@ def cost(recipe: Recipe, ui: UI, *, runs: int, out: pathlib.Path, logs: pathlib.
 
         def ask(op: str, kinds: tuple[str, ...] = KINDS, **arguments) -> dict:
             """The processes, one after the other."""
-            return {kind: workers[kind].call(op, timeout=max(1.0, deadline - time.monotonic()), **arguments)
-                    for kind in kinds}
+            return {kind: workers[kind].call_by(deadline, op, **arguments) for kind in kinds}
 
         built = kept.data["built"] = ask("build")
         ui.note(f"{built['aligned']['parameters']:,} parameters; weights, gradients and optimizer: "

@@ -83,6 +83,10 @@ class Engine:
                 self._answers.put(json.loads(line))
         self._answers.put(None)
 
+    def call_by(self, deadline: float, op: str, **arguments):
+        """`call` with what is left until the deadline, and never less than a second."""
+        return self.call(op, timeout=max(1.0, deadline - time.monotonic()), **arguments)
+
     def call(self, op: str, timeout: float, **arguments):
         try:
             _write_line(self._command, {"op": op, **arguments})

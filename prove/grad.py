@@ -58,7 +58,7 @@ def grad(recipe: Recipe, ui: UI, *, out: pathlib.Path, logs: pathlib.Path, budge
         kept.actor(engine.info)
 
         def call(op: str, **arguments):
-            return engine.call(op, timeout=max(1.0, deadline - time.monotonic()), **arguments)
+            return engine.call_by(deadline, op, **arguments)
 
         kept.data["actor"] = call("actor", lr=0.0)
         faults = kept.data["actor"]["faults"] or FAULTS

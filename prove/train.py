@@ -53,7 +53,7 @@ class Trainer:
         self.engine, self.deadline, self.whole = engine, deadline, whole
 
     def call(self, op: str, **arguments):
-        return self.engine.call(op, timeout=max(1.0, self.deadline - time.monotonic()), **arguments)
+        return self.engine.call_by(self.deadline, op, **arguments)
 
     def step(self, wanted: list[workload.Request], vocab: int) -> tuple[dict, dict]:
         """(the step's row, the rollout's answers by request)."""
