@@ -4,7 +4,7 @@
 
 Sizes of Nemotron-3.5-Lightning: 64 heads x 64, 8 groups, state 128. A time is the median over replays of a CUDA graph
 of calls that rotate over enough slots to leave the L2 cache cold, in microseconds a call. `replay` has all requests at
-the same position, for each of a chunk's, the worst included, in which a cohort's chunks end; `mixed` has each at
+the same position, for each of a chunk's, the worst included, in which a group's chunks end; `mixed` has each at
 another, as in serving. `prefill` is a layer's part of 8,192 tokens. --sweep tries other launches of the scan: of each
 it prints, a batch, the ratios at positions 0, 15, 30 and 31 and mixed, once prefill and decode have the default's bits
 and are right by fp64. --only does nothing else.
@@ -19,9 +19,8 @@ from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan
 
 CHUNK = mamba2_replay.CHUNK
 SIZES = (64, 64, 8, 128, CHUNK)
-COHORTS = mamba2_pieces.cohorts(SIZES[2])
 BATCHES = (32, 128, 256)
-BEFORE = 2 * CHUNK  # tokens before those that are timed: every cohort is past its short first chunk
+BEFORE = 2 * CHUNK  # tokens before those that are timed: every group is past its short first chunk
 PREFILLS = ((8192,), (1024,) * 8)
 COLD = 2  # copies of the batch's slots to rotate over: 32 requests' states alone would fit the L2 cache
 CALLS, REPLAYS = 8, 15
@@ -54,7 +53,7 @@ class Batch:
 
     def pieces(self, rows) -> mamba2_pieces.Pieces:
         lengths = torch.as_tensor(rows, dtype=torch.int32, device="cuda") + BEFORE + 1
-        return mamba2_pieces.DecodeTable(self.batch, CHUNK, COHORTS, "cuda").fill(lengths)
+        return mamba2_pieces.DecodeTable(self.batch, CHUNK, "cuda").fill(lengths)
 
     def replay(self, rows) -> float:
         pieces = self.pieces(rows)
@@ -93,7 +92,7 @@ def prefill_time(lengths: tuple[int, ...]) -> dict:
     step = mamba2_replay.random_step(sum(lengths), SIZES, device)
     cache = mamba2_replay.new_cache(len(lengths) + 1, SIZES, torch.bfloat16, device, 0.01)
     slots = torch.arange(1, len(lengths) + 1, dtype=torch.int32, device=device)
-    pieces = mamba2_pieces.prefill([0] * len(lengths), list(lengths), CHUNK, COHORTS, mamba2_scan.TILE,
+    pieces = mamba2_pieces.prefill([0] * len(lengths), list(lengths), CHUNK, mamba2_scan.TILE,
                                    lambda rows: torch.tensor(rows, dtype=torch.int32, device=device))
     out = torch.empty_like(step.x)
     return {"prefill": list(lengths),
@@ -109,9 +108,9 @@ def _words(device: torch.device, sizes) -> tuple[torch.Tensor, torch.Tensor, flo
     out = step.x.new_full((2, total, step.x.shape[1]), float("nan"))
     ints = lambda rows: torch.tensor(rows, dtype=torch.int32, device=device)  # noqa: E731
     for row, count in ((0, total), (1, 1)):
-        pieces = mamba2_pieces.prefill([0], [count], CHUNK, COHORTS, mamba2_scan.TILE, ints)
+        pieces = mamba2_pieces.prefill([0], [count], CHUNK, mamba2_scan.TILE, ints)
         mamba2_replay.prefill(mamba2_replay.head(step, 0, count), cache, pieces, ints([row + 1]), out[row])
-    table = mamba2_pieces.DecodeTable(1, CHUNK, COHORTS, device)
+    table = mamba2_pieces.DecodeTable(1, CHUNK, device)
     for at in range(1, total):
         mamba2_replay.decode(mamba2_replay.head(step, at, at + 1), cache, table.fill(ints([at + 1])), ints([2]),
                              out[1, at:at + 1])

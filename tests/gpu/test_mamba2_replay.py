@@ -86,7 +86,7 @@ def test_decode_in_a_padded_graph_gives_the_bits_of_eager(sizes, whole):
     slots, lengths = ints([1, 0], CUDA), ints([101, 0], CUDA)
     out = step.x.new_full(step.x.shape, NAN)
     pieces = made.table.fill(lengths[:1])
-    table = mamba2_pieces.DecodeTable(2, Q, made.cohorts, CUDA)
+    table = mamba2_pieces.DecodeTable(2, Q, CUDA)
     pieces = table.fill(lengths)
     saved = [t.clone() for t in (made.cache.ssm, made.cache.x, made.cache.b, made.cache.steps)]
     mamba2_replay.decode(step, made.cache, pieces, slots, out)  # compiles

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan, mamba2_state  # noqa: E402
 
 INTEGERS = ("piece_ptr", "request_ptr", "slots_ptr")
+UNHINTED = ("stride_slots", "first_group")
 FLOATS = ("scratch_ptr", "ring_steps_ptr", "states_ptr", "ssm_ptr")
 
 
@@ -31,7 +32,7 @@ def compiled(kernel, fixed: dict, warps: int, stages: int) -> dict[str, str]:
     names = kernel.arg_names
     types = {name: "constexpr" if name in fixed else _type(name) for name in names}
     hints = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names)
-             if name not in fixed and name not in INTEGERS and name != "stride_slots"}
+             if name not in fixed and name not in INTEGERS and name not in UNHINTED}
     source = ASTSource(kernel, types, constexprs=fixed, attrs=hints)
     options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
@@ -51,7 +52,7 @@ if __name__ == "__main__":
     heads, head_dim, groups, state = json.loads(sys.argv[1])
     tile = min(mamba2_state.CHANNELS, head_dim)
     common = {"H": heads, "P": head_dim, "G": groups, "N": state, "Q": mamba2_replay.CHUNK,
-              "C": mamba2_pieces.cohorts(groups), "BP": tile, "WIDEN": False}
+              "C": mamba2_pieces.COHORTS, "BP": tile, "WIDEN": False}
     scan = {**common, "BM": mamba2_scan.TILE, "BC": min(mamba2_scan.HEADS, heads // groups) * head_dim}
     codes = {"scan": compiled(mamba2_scan._scan_kernel, scan, mamba2_scan.WARPS, mamba2_scan.STAGES),
              "state": compiled(mamba2_state._state_kernel, common, mamba2_state.WARPS, mamba2_state.STAGES)}

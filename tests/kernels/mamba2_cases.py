@@ -2,38 +2,38 @@
 import torch
 from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan
 
-# H, P, G, N, Q: four cohorts, two tiles a chunk, two tiles of channels a head, two heads a program of the scan.
+# H, P, G, N, Q: groups of four phases, two tiles a chunk, two tiles of channels a head, two heads a scan's program.
 SMALL = (8, 64, 4, 16, mamba2_replay.CHUNK)
 NAN = float("nan")
 
 
 def phases(sizes):
-    """[(heads of a cohort, the row of position 0 in its first chunk)]."""
+    """[(heads of a group, the row of position 0 in its first chunk)]."""
     heads, _, groups, _, chunk = sizes
-    count = mamba2_pieces.cohorts(groups)
-    return [(slice(j * heads // count, (j + 1) * heads // count), j * chunk // count) for j in range(count)]
+    rows, of_group = mamba2_pieces.phases(chunk), heads // groups
+    return [(slice(g * of_group, (g + 1) * of_group), rows[g % len(rows)]) for g in range(groups)]
 
 
 def assert_state_is_right(step, tokens, state):
     """Each head's S against the fp64 recurrence over the tokens of its full chunks. state: [H, P, N]."""
     heads, head_dim, _, size, chunk = step.sizes
     zero = torch.zeros(heads, head_dim, size, device=state.device)
-    for of_cohort, phase in phases(step.sizes):
+    for heads_here, phase in phases(step.sizes):
         end = max((tokens + phase) // chunk * chunk - phase, 0)
-        want, magnitude = (mamba2_replay.recurrence(s, 0, end, zero)[1][of_cohort] if end else zero[of_cohort]
+        want, magnitude = (mamba2_replay.recurrence(s, 0, end, zero)[1][heads_here] if end else zero[heads_here]
                            for s in (step, mamba2_replay.absolute(step)))
-        error = (state[of_cohort].double() - want).abs() / magnitude.clamp_min(1e-30)
-        assert error.max() <= mamba2_replay.TOLERANCE, f"heads {of_cohort}, {end} tokens: {error.max():.2e}"
+        error = (state[heads_here].double() - want).abs() / magnitude.clamp_min(1e-30)
+        assert error.max() <= mamba2_replay.TOLERANCE, f"heads {heads_here}, {end} tokens: {error.max():.2e}"
 
 
 def poison_from(cache, slot, tokens, sizes):
     """NaN in every row of the slot's ring at or after that of position `tokens`."""
     _, head_dim, groups, state, chunk = sizes
-    for of_cohort, phase in phases(sizes):
+    for heads_here, phase in phases(sizes):
         row, of_group = (tokens + phase) % chunk, sizes[0] // groups
-        cache.x[slot, row:, of_cohort.start * head_dim:of_cohort.stop * head_dim] = NAN
-        cache.b[slot, row:, of_cohort.start // of_group * state:of_cohort.stop // of_group * state] = NAN
-        cache.steps[slot, :, of_cohort, row:] = NAN
+        cache.x[slot, row:, heads_here.start * head_dim:heads_here.stop * head_dim] = NAN
+        cache.b[slot, row:, heads_here.start // of_group * state:heads_here.stop // of_group * state] = NAN
+        cache.steps[slot, :, heads_here, row:] = NAN
 
 
 def ints(rows, device):
@@ -51,8 +51,7 @@ class Scene:
         self.cache = mamba2_replay.new_cache(len(lengths) + 1, sizes, torch.bfloat16, device, NAN)
         self.out = [s.x.new_full(s.x.shape, NAN) for s in self.steps]
         self.done = [0] * len(lengths)
-        self.cohorts = mamba2_pieces.cohorts(sizes[2])
-        self.table = mamba2_pieces.DecodeTable(max(len(lengths), 1), self.chunk, self.cohorts, device)
+        self.table = mamba2_pieces.DecodeTable(max(len(lengths), 1), self.chunk, device)
 
     def _gather(self, requests, counts):
         parts = [mamba2_replay.head(self.steps[r], self.done[r], self.done[r] + n)
@@ -71,7 +70,7 @@ class Scene:
             lengths = ints([self.done[r] + 1 for r in requests], self.device)
             mamba2_replay.decode(step, self.cache, self.table.fill(lengths), slots, out)
         else:
-            pieces = mamba2_pieces.prefill([self.done[r] for r in requests], counts, self.chunk, self.cohorts,
+            pieces = mamba2_pieces.prefill([self.done[r] for r in requests], counts, self.chunk,
                                            mamba2_scan.TILE, lambda rows: ints(rows, self.device))
             mamba2_replay.prefill(step, self.cache, pieces, slots, out)
         at = 0

@@ -14,7 +14,6 @@ from mamba2_cases import (
 from vllm.zero_mismatch import mamba2_decay, mamba2_pieces, mamba2_replay, mamba2_scan
 
 Q = SMALL[-1]
-COHORTS = mamba2_pieces.cohorts(SMALL[2])
 CPU = torch.device("cpu")
 SHORT = Q + mamba2_scan.TILE + 1
 
@@ -43,15 +42,15 @@ def test_decay_is_within_tolerance_of_fp64(whole):
     step = whole.steps[0]
     total = 2 * Q + 19
     scratch = torch.full((4, 2, SMALL[0], Q), NAN)
-    pieces = mamba2_pieces.prefill([0], [total], Q, COHORTS, mamba2_scan.TILE, lambda rows: ints(rows, CPU))
+    pieces = mamba2_pieces.prefill([0], [total], Q, mamba2_scan.TILE, lambda rows: ints(rows, CPU))
     mamba2_decay.decay(step, whole.cache, pieces.table, ints([1], CPU), scratch)
-    for of_cohort, phase in phases(SMALL):
+    for of_group, phase in phases(SMALL):
         for piece, row in enumerate(range(0, total + phase, Q)):
             begin, end = max(row - phase, 0), min(row + Q - phase, total)
             expected = mamba2_decay.reference(step.dt[begin:end], step.dt_bias, step.a)
             first = begin + phase - row
-            for got, want in zip(scratch[piece, :, of_cohort, first:first + end - begin], expected, strict=True):
-                error = ((got.T.double() - want[:, of_cohort]) / want[:, of_cohort]).abs().max()
+            for got, want in zip(scratch[piece, :, of_group, first:first + end - begin], expected, strict=True):
+                error = ((got.T.double() - want[:, of_group]) / want[:, of_group]).abs().max()
                 assert error <= mamba2_decay.TOLERANCE, f"piece {piece}: relative error {error:.2e}"
 
 
@@ -60,13 +59,13 @@ def test_softplus_keeps_small_steps(raw):
     step = mamba2_replay.random_step(1, SMALL, CPU)
     step = mamba2_replay.replace(step, dt=torch.full_like(step.dt, raw), dt_bias=torch.zeros_like(step.dt_bias))
     scratch = torch.full((1, 2, SMALL[0], Q), NAN)
-    pieces = mamba2_pieces.prefill([0], [1], Q, COHORTS, mamba2_scan.TILE, lambda rows: ints(rows, CPU))
+    pieces = mamba2_pieces.prefill([0], [1], Q, mamba2_scan.TILE, lambda rows: ints(rows, CPU))
     cache = mamba2_replay.new_cache(2, SMALL, torch.bfloat16, CPU, NAN)
     mamba2_decay.decay(step, cache, pieces.table, ints([1], CPU), scratch)
     want = torch.nn.functional.softplus(step.dt.double(), threshold=700)
-    for of_cohort, phase in phases(SMALL):
-        got = scratch[0, 0, of_cohort, phase].double()
-        assert ((got - want[0, of_cohort]) / want[0, of_cohort]).abs().max() <= mamba2_decay.TOLERANCE
+    for of_group, phase in phases(SMALL):
+        got = scratch[0, 0, of_group, phase].double()
+        assert ((got - want[0, of_group]) / want[0, of_group]).abs().max() <= mamba2_decay.TOLERANCE
 
 
 def test_outputs_and_state_are_within_tolerance_of_the_fp64_recurrence(whole):
@@ -131,17 +130,17 @@ def test_prefix_is_stable_when_the_rest_of_the_prompt_is_missing(whole):
 
 
 def test_state_changes_at_the_end_of_a_chunk_only():
-    """And no step ends the chunks of two cohorts."""
+    """And no step ends the chunks of two groups."""
     made = scene(2 * Q)
     made.run([0], [3])
     assert not made.cache.ssm[1].any(), "a new request's state is zero until its first chunk is full"
     while made.done[0] < 2 * Q:
         before = made.cache.ssm[1].clone()
         made.decode(0, made.done[0] + 1)
-        for of_cohort, phase in phases(SMALL):
+        for of_group, phase in phases(SMALL):
             ended = (made.done[0] + phase) % Q == 0
-            assert (made.cache.ssm[1, of_cohort] != before[of_cohort]).any() == ended
-        assert (made.cache.ssm[1] != before).any((1, 2)).sum() <= SMALL[0] // COHORTS
+            assert (made.cache.ssm[1, of_group] != before[of_group]).any() == ended
+        assert (made.cache.ssm[1] != before).any((1, 2)).sum() <= SMALL[0] // SMALL[2]
 
 
 def test_preempted_request_recomputes_the_same_bits(short):
@@ -190,7 +189,7 @@ def test_padding_rows_of_a_graph_touch_nothing():
     before = [t.clone() for t in (made.cache.ssm, made.cache.x, made.cache.b, made.cache.steps)]
     step = made._gather([0], [2])
     out = step.x.new_full(step.x.shape, NAN)
-    table = mamba2_pieces.DecodeTable(2, Q, COHORTS, CPU)
+    table = mamba2_pieces.DecodeTable(2, Q, CPU)
     mamba2_replay.decode(step, made.cache, table.fill(ints([0, 0], CPU)), ints([0, 0], CPU), out)
     after = (made.cache.ssm, made.cache.x, made.cache.b, made.cache.steps)
     for old, new in zip(before, after, strict=True):
@@ -247,13 +246,13 @@ def test_compiled_for_sm90_decode_moves_the_state_by_the_products_of_the_prefill
 
 
 def test_a_step_that_ends_some_chunks_moves_those_states_alone():
-    """Decode rows of one batch at the last row of a chunk, one before it, and a graph's padding; first cohort."""
+    """Decode rows of one batch at the last row of a chunk, one before it, and a graph's padding; first group."""
     made = scene(Q, Q, 1)
     made.run([0, 1], [Q - 1, Q - 2])
     made.cache.ssm[0] = 1.0  # the null slot's
     before = made.cache.ssm.clone()
     step = made._gather([0, 1, 2], [1, 1, 1])
-    table = mamba2_pieces.DecodeTable(3, Q, COHORTS, CPU)
+    table = mamba2_pieces.DecodeTable(3, Q, CPU)
     mamba2_replay.decode(step, made.cache, table.fill(ints([Q, Q - 1, 0], CPU)), ints([1, 2, 0], CPU),
                          torch.empty_like(step.x))
     assert (made.cache.ssm[1] != before[1]).any()

@@ -76,7 +76,7 @@ def _copied(source, envs):
 
 
 def test_copies_of_a_slot_take_the_ring_along():
-    """A chunk of three cohorts in four begins before a block does: without its rows a prefix hit would read others."""
+    """A chunk of seven cohorts in eight begins before a block does: without its rows a prefix hit would read others."""
     assert _copied(patched, ON) == ("window", "whole", "whole", "whole", "whole")
     assert len(_copied(patched, ON)) == len(_declared(patched, ON)[1][0]), "one a state of the slot"
     assert _copied(patched, OFF) == _copied(stock, ON) == ("window", "whole")

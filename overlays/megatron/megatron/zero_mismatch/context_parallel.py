@@ -12,6 +12,8 @@ What reads along a sequence gets the whole batch, in one of two ways:
 Invariant: forward values are those of one rank, bit for bit, however many ranks there are and wherever the batch is
 cut. Nothing is added up across ranks on the way forward: the one collective is an all-to-all, which moves bits, and the
 kernels behind it see the same rows in the same order as on one rank (seeds section 4.5: concatenation, no summation).
+A kernel whose bits depend on a head's place in the model is told where the rank's share begins (Mamba's chunks,
+mamba2.Sizes.first_group).
 
 Backward: the reverse exchange. Behind `collect` each rank has a part of every row's gradient; the parts are added in
 the order of the ranks, in fp32. A parameter's gradient on a rank is that of its rows or heads; Megatron adds them up

@@ -138,7 +138,7 @@ def _conv1d_programs(packed: Packed) -> SimpleNamespace:
 
 
 @lru_cache(maxsize=4)
-def _mamba2_pieces(packed: Packed, groups: int):
+def _mamba2_pieces(packed: Packed):
     """Without tails: no ring is written."""
     from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan
 
@@ -146,7 +146,7 @@ def _mamba2_pieces(packed: Packed, groups: int):
         return torch.tensor(rows, dtype=torch.int32).to(packed.device)
 
     pieces = mamba2_pieces.prefill([0] * len(packed.lengths), list(packed.lengths), mamba2_replay.CHUNK,
-                                   mamba2_pieces.cohorts(groups), mamba2_scan.TILE, to_device)
+                                   mamba2_scan.TILE, to_device)
     return replace(pieces, tails=None)
 
 
@@ -170,12 +170,12 @@ def _vllm_mamba2(xbc, dt, a, d, dt_bias, packed: Packed, sizes: mamba2.Sizes) ->
 
     shape = (sizes.heads, sizes.head_dim, sizes.groups, sizes.state, mamba2_replay.CHUNK)
     x, b, c = xbc.split([sizes.x_width, sizes.bc_width, sizes.bc_width], dim=-1)
-    step = mamba2_replay.Step(x, b, c, dt, a, d, dt_bias, shape)
+    step = mamba2_replay.Step(x, b, c, dt, a, d, dt_bias, shape, sizes.first_group)
     # Fresh sequences read nothing of their slot, and no tails are written: one slot takes every state left behind.
     cache = mamba2_replay.new_cache(2, shape, xbc.dtype, xbc.device, 0.0)
     slots = torch.ones(len(packed.lengths), dtype=torch.int32, device=xbc.device)
     out = torch.empty(xbc.shape[0], sizes.x_width, dtype=xbc.dtype, device=xbc.device)
-    mamba2_replay.prefill(step, cache, _mamba2_pieces(packed, sizes.groups), slots, out)
+    mamba2_replay.prefill(step, cache, _mamba2_pieces(packed), slots, out)
     return out
 
 

@@ -4,8 +4,8 @@
 
 Values: the rollout's own chunk replay (vllm/zero_mismatch/mamba2_replay.py), the same three kernels as a prefill from
 position 0: decode has the same bits by that operator's contract, and the chunk grid (its CHUNK, not the model's) is
-that of absolute positions, which packing does not move. Nothing is read from the cache, so all sequences share one slot
-and no ring is written.
+that of absolute positions and of a group's place in the model: neither packing nor a rank's share of the groups moves
+it. Nothing is read from the cache, so all sequences share one slot and no ring is written.
 
 Backward: by re-running the scan by chunks in fp32 (`reference`) and differentiating that: the BF16 roundings inside the
 kernels (the carried state, the weights of x, the scaled B) are passed straight through. Gradients: x, B, C, raw dt, A,
@@ -28,6 +28,7 @@ class Sizes:
     groups: int
     state: int
     chunk: int  # the model's: how the derivative is cut, which any number would do; the kernels have their own
+    first_group: int = 0  # which of the model's groups the first one here is: the kernels cut a group's chunks by it
 
     @property
     def x_width(self) -> int:

@@ -56,8 +56,7 @@ class Tables:
     """A metadata builder's tables. Decode's has one address for the builder's life; a prefill's are made each step."""
 
     def __init__(self, vllm_config, kv_cache_spec, device) -> None:
-        _, _, groups, _, self.chunk = sizes_of(vllm_config)
-        self.cohorts = mamba2_pieces.cohorts(groups)
+        *_, self.chunk = sizes_of(vllm_config)
         self.device = device
         if kv_cache_spec.mamba_cache_mode == "align" and kv_cache_spec.block_size % self.chunk:
             raise ValueError(
@@ -66,7 +65,7 @@ class Tables:
             )
         most = vllm_config.scheduler_config.max_num_seqs
         graph = vllm_config.compilation_config.max_cudagraph_capture_size
-        self.decodes = mamba2_pieces.DecodeTable(max(most, graph or 0), self.chunk, self.cohorts, device)
+        self.decodes = mamba2_pieces.DecodeTable(max(most, graph or 0), self.chunk, device)
 
     def decode(self, metadata) -> mamba2_pieces.Pieces | None:
         """Of a step's decode rows, a graph's padding rows included."""
@@ -82,7 +81,7 @@ class Tables:
         def to_device(rows):
             return async_tensor_h2d(rows, dtype=torch.int32, device=self.device)
 
-        return mamba2_pieces.prefill(computed.tolist(), query_start.diff().tolist(), self.chunk, self.cohorts,
+        return mamba2_pieces.prefill(computed.tolist(), query_start.diff().tolist(), self.chunk,
                                      mamba2_scan.TILE, to_device)
 
 

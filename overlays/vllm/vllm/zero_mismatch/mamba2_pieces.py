@@ -1,9 +1,12 @@
 """Pieces: what one step computes of each request, cut where its chunks of Q rows end.
 
-The heads are in cohorts whose chunks end at different tokens: position p is row r = (p + j Q / C) mod Q of a chunk of
-cohort j of C. So no decode step ends the chunks of more than one cohort: each Q / C tokens the state of 1 / C of the
-heads moves, where chunks that end together would move all of it in one step of Q. A cohort's first chunk is short, it
-begins at row j Q / C.
+The groups of heads are in C cohorts whose chunks end at different tokens: group g of the model is in cohort
+j = g mod C, and position p is row r = (p + j Q / C) mod Q of its chunk. So no decode step ends the chunks of more than
+one cohort: with as many groups as cohorts, each Q / C tokens the state of 1 / C of the heads moves, where chunks that
+end together would move all of it in one step of Q. A cohort's first chunk is short, it begins at row j Q / C.
+
+The group counts in the whole model, not on this rank: a rank of the trainer that computes a share of the groups gives
+the bits of all of them together. Its `Step.first_group` says where the share begins; the tables have every cohort.
 
 A piece is one request's part of one chunk of one cohort: rows [first, end) are new in this step, rows [begin, first)
 came earlier and are in the request's ring, the chunk has no others. The Mamba-2 kernels see pieces only; a decode step
@@ -13,16 +16,14 @@ The tables are int32 and live on the device. Decode's is filled there from the s
 at addresses that never change, so that a captured graph can read it.
 """
 import itertools
-import math
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-# Cohorts of whole groups of heads, fewer where they do not divide the model's groups. With four, a decode step in which
-# a chunk ends costs little more than one in which none does.
-COHORTS = 4
+# A divisor of the chunk's rows. The models here have eight groups: each is a cohort of its own.
+COHORTS = 8
 
 # Columns of a piece.
 REQUEST = tl.constexpr(0)   # row of the step's slot list
@@ -57,8 +58,9 @@ class Pieces:
     tiles: int  # most row tiles a piece can have: bounds the grid, programs beyond a piece's end leave at once
 
 
-def cohorts(groups: int) -> int:
-    return math.gcd(groups, COHORTS)
+def phases(chunk: int) -> list[int]:
+    """The row of position 0, by cohort."""
+    return [j * chunk // COHORTS for j in range(COHORTS)]
 
 
 def cut(computed: list[int], new: list[int], chunk: int,
@@ -92,9 +94,9 @@ def _side_by_side(cohort_rows: list[list[list[int]]]) -> list[list[list[int]]]:
     return [list(row) for row in itertools.zip_longest(*cohort_rows, fillvalue=nothing)]
 
 
-def prefill(computed: list[int], new: list[int], chunk: int, count: int, tile: int, to_device) -> Pieces:
-    """count: `cohorts` of the model's groups; `to_device(list)` makes an int32 tensor on the device."""
-    table, requests, tails = zip(*(cut(computed, new, chunk, j * chunk // count) for j in range(count)), strict=True)
+def prefill(computed: list[int], new: list[int], chunk: int, tile: int, to_device) -> Pieces:
+    """`to_device(list)` makes an int32 tensor on the device."""
+    table, requests, tails = zip(*(cut(computed, new, chunk, phase) for phase in phases(chunk)), strict=True)
     tiles = max((end - 1) // tile - first // tile + 1 for rows in table for _, _, first, end, *_ in rows)
     return Pieces(to_device(_side_by_side(table)), to_device(_side_by_side(requests)),
                   to_device(_side_by_side(tails)) if any(tails) else None, tiles)
@@ -118,9 +120,9 @@ def _fill_kernel(table_ptr, seq_lens_ptr, count, CHUNK: tl.constexpr, C: tl.cons
 class DecodeTable:
     """One row a request: row i of the step is token i, its ring is written before it is read."""
 
-    def __init__(self, most: int, chunk: int, count: int, device) -> None:
+    def __init__(self, most: int, chunk: int, device) -> None:
         rows = torch.arange(most, dtype=torch.int32)[:, None]
-        table = torch.zeros((most, count, WIDTH.value), dtype=torch.int32)
+        table = torch.zeros((most, COHORTS, WIDTH.value), dtype=torch.int32)
         table[..., REQUEST.value] = table[..., TOKEN.value] = rows
         table[..., STATE.value] = -1
         table[..., KEEP.value] = 1
@@ -133,7 +135,6 @@ class DecodeTable:
             raise ValueError(f"Mamba-2 decode: found {count} requests, expected at most {self.table.shape[0]}. "
                              "Raise max_num_seqs.")
         if count:
-            width = self.table.shape[1]
-            _fill_kernel[(triton.cdiv(count * width, _FILL),)](self.table, seq_lens, count, CHUNK=self.chunk, C=width,
-                                                               BLOCK=_FILL)
+            _fill_kernel[(triton.cdiv(count * COHORTS, _FILL),)](self.table, seq_lens, count, CHUNK=self.chunk,
+                                                                 C=COHORTS, BLOCK=_FILL)
         return Pieces(self.table[:count], None, None, 1)

@@ -1,8 +1,8 @@
 """Mamba-2 by chunk replay: prefill, chunked prefill and decode as one arithmetic, that of the chunked scan.
 
-Contract: Q is CHUNK, and a token is row r of a chunk of Q rows (`mamba2_pieces` says which, by position and head
-alone). The output of row r is a function of the state S at the chunk's start and of the chunk's rows up to r
-(`mamba2_scan`), the decay of row r of the decay of row r - 1 (`mamba2_decay`), and S changes when a chunk is full
+Contract: Q is CHUNK, and a token is row r of a chunk of Q rows (`mamba2_pieces` says which, by its position and the
+head's group alone). The output of row r is a function of the state S at the chunk's start and of the chunk's rows up
+to r (`mamba2_scan`), the decay of row r of the decay of row r - 1 (`mamba2_decay`), and S changes when a chunk is full
 (`mamba2_state`). Upstream decodes by a recurrence over S instead, which rounds otherwise from the first token on
 (vllm #55524).
 
@@ -19,9 +19,9 @@ from vllm.zero_mismatch import mamba2_decay, mamba2_pieces, mamba2_scan, mamba2_
 
 # Rows of a chunk, for rollout and trainer alike. The scan is exact for any, so the model's chunk_size (128) need not be
 # it. A decode step reads S and up to CHUNK rows, and of each head writes S once in CHUNK steps. For 64 heads x 64 x
-# 128 that is, in MiB, 2.3 at most where no chunk ends and 2.8 where a quarter of the heads' do, where upstream's
-# recurrence moves 4 in every step; with 128 rows 3.3, 3.8, and a ring of 1.3 instead of 0.33. With 16 a prefill would
-# write S twice as often.
+# 128 that is, in MiB, 2.2 where no chunk ends and 2.4 where one group's of eight do, where upstream's recurrence moves
+# 4 in every step; with 128 rows 2.7, 3.0, and a ring of 1.3 instead of 0.33. With 16 a prefill would write S twice as
+# often.
 CHUNK = 32
 
 
@@ -30,7 +30,8 @@ class Step:
     """One step's inputs of a layer, after the convolution. x, b, c share a row stride.
 
     x: [tokens, H * P], b and c: [tokens, G * N], dt: [tokens, H] raw, all bf16 with unit last stride; a: [H] fp32
-    (negative); d, dt_bias: [H]; sizes: (H, P, G, N, Q).
+    (negative); d, dt_bias: [H]; sizes: (H, P, G, N, Q). first_group: which of the model's groups the first one here is,
+    where these are a rank's share: their chunks end where those of that group do in the whole model.
     """
 
     x: torch.Tensor
@@ -41,6 +42,7 @@ class Step:
     d: torch.Tensor
     dt_bias: torch.Tensor
     sizes: tuple[int, int, int, int, int]
+    first_group: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,19 +167,18 @@ def self_test(sizes: tuple[int, int, int, int, int], device) -> None:
 
     Cheap (about 110 launches); it also compiles all three kernels before memory is measured and graphs are captured.
     """
-    chunk, cohorts = sizes[-1], mamba2_pieces.cohorts(sizes[2])
+    chunk = sizes[-1]
     total = 2 * chunk  # decode then ends a chunk of every cohort
     step = random_step(total, sizes, device)
     slots = torch.tensor([1, 2], dtype=torch.int32, device=device)
     ints = lambda rows: torch.tensor(rows, dtype=torch.int32, device=device)  # noqa: E731
     out = step.x.new_full((2, total, step.x.shape[1]), float("nan"))
     cache = new_cache(3, sizes, step.x.dtype, device, float("nan"))
-    prefill(step, cache, mamba2_pieces.prefill([0], [total], chunk, cohorts, mamba2_scan.TILE, ints), slots[:1],
-            out[0])
+    prefill(step, cache, mamba2_pieces.prefill([0], [total], chunk, mamba2_scan.TILE, ints), slots[:1], out[0])
     begin = chunk - 3  # a prefill that stops inside chunks, then one token a step, across their ends
-    prefill(head(step, 0, begin), cache, mamba2_pieces.prefill([0], [begin], chunk, cohorts, mamba2_scan.TILE, ints),
-            slots[1:], out[1])
-    table = mamba2_pieces.DecodeTable(1, chunk, cohorts, device)
+    prefill(head(step, 0, begin), cache, mamba2_pieces.prefill([0], [begin], chunk, mamba2_scan.TILE, ints), slots[1:],
+            out[1])
+    table = mamba2_pieces.DecodeTable(1, chunk, device)
     for at in range(begin, total):
         decode(head(step, at, at + 1), cache, table.fill(ints([at + 1])), slots[1:], out[1, at:at + 1])
     for name, (one, two) in {"outputs": out, "states": cache.ssm[1:]}.items():

@@ -37,9 +37,10 @@ REGISTERS = 128  # a thread: four programs share a multiprocessor, and keep 64 K
 _INTERPRETED = triton.knobs.runtime.interpret
 
 
-@triton.jit(do_not_specialize=["stride_slots"], do_not_specialize_on_alignment=["slots_ptr", "piece_ptr"])
+@triton.jit(do_not_specialize=["stride_slots", "first_group"],
+            do_not_specialize_on_alignment=["slots_ptr", "piece_ptr"])
 def _scan_kernel(
-    piece_ptr, slots_ptr, stride_slots,
+    piece_ptr, slots_ptr, stride_slots, first_group,
     x_ptr, b_ptr, c_ptr, d_ptr, scratch_ptr, ring_x_ptr, ring_b_ptr, ring_steps_ptr, states_ptr, out_ptr,
     stride_xbc, stride_out, page_x, page_b, page_steps, page_state,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, C: tl.constexpr,
@@ -47,7 +48,8 @@ def _scan_kernel(
 ):
     index = tl.program_id(0)
     channel = tl.program_id(1) * BC
-    piece = piece_ptr + (index * C + channel // (H // C * P)) * WIDTH
+    g = channel // (H // G * P)
+    piece = piece_ptr + (index * C + (first_group + g) % C) * WIDTH
     slot = tl.load(slots_ptr + tl.load(piece + REQUEST) * stride_slots).to(tl.int64)
     if slot == NULL_SLOT:
         return
@@ -66,7 +68,6 @@ def _scan_kernel(
     m_ok = (m >= first) & (m < end)
     begin = tl.load(piece + BEGIN)
     k_ok = (k >= begin) & (k < tl.minimum(end, tile + BM))
-    g = channel // (H // G * P)
     new_m = (m - first).to(tl.int64)
 
     c = tl.load(c_ptr + at + g * N + new_m[:, None] * stride_xbc + n[None, :], mask=m_ok[:, None], other=0.0)
@@ -117,7 +118,7 @@ def scan(step, cache, pieces, slots: torch.Tensor, scratch: torch.Tensor, states
     channels = min(HEADS, heads // groups) * head_dim
     limit = {} if torch.version.hip else {"maxnreg": REGISTERS}
     _scan_kernel[(pieces.table.shape[0], heads * head_dim // channels, pieces.tiles)](
-        pieces.table, slots, slots.stride(0),
+        pieces.table, slots, slots.stride(0), step.first_group,
         step.x, step.b, step.c, step.d, scratch, cache.x, cache.b, cache.steps, states, out,
         step.x.stride(0), out.stride(0), cache.x.stride(0), cache.b.stride(0), cache.steps.stride(0), states.stride(0),
         H=heads, P=head_dim, G=groups, N=state, Q=chunk, C=pieces.table.shape[1], BM=TILE, BC=channels,

@@ -50,23 +50,23 @@ def next_state(s, x, b, decay, dt, last, WIDEN: tl.constexpr):
     return tl.dot(x, b, s)
 
 
-@triton.jit(do_not_specialize=["stride_slots"],
+@triton.jit(do_not_specialize=["stride_slots", "first_group"],
             do_not_specialize_on_alignment=["slots_ptr", "piece_ptr", "request_ptr"])
 def _state_kernel(
-    request_ptr, piece_ptr, slots_ptr, stride_slots,
+    request_ptr, piece_ptr, slots_ptr, stride_slots, first_group,
     x_ptr, b_ptr, scratch_ptr, ring_x_ptr, ring_b_ptr, ring_steps_ptr, ssm_ptr, states_ptr,
     stride_xbc, page_x, page_b, page_steps, page_ssm,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, C: tl.constexpr,
     BP: tl.constexpr, WIDEN: tl.constexpr,
 ):
     h = tl.program_id(1)
-    cohort = h // (H // C)
+    g = h // (H // G)
+    cohort = (first_group + g) % C
     request = request_ptr + (tl.program_id(0) * C + cohort) * R_WIDTH
     slot = tl.load(slots_ptr + tl.load(request + R_REQUEST) * stride_slots).to(tl.int64)
     if slot == NULL_SLOT:
         return
     begin, count, fresh = tl.load(request + R_PIECE), tl.load(request + R_COUNT), tl.load(request + R_FRESH)
-    g = h // (H // G)
     p = tl.program_id(2) * BP + tl.arange(0, BP)
     n = tl.arange(0, N)
     k = tl.arange(0, Q)
@@ -102,7 +102,7 @@ def advance(step, cache, pieces, slots: torch.Tensor, scratch: torch.Tensor, sta
     heads, head_dim, groups, state, chunk = step.sizes
     tile = min(CHANNELS, head_dim)
     _state_kernel[(pieces.requests.shape[0], heads, head_dim // tile)](
-        pieces.requests, pieces.table, slots, slots.stride(0),
+        pieces.requests, pieces.table, slots, slots.stride(0), step.first_group,
         step.x, step.b, scratch, cache.x, cache.b, cache.steps, cache.ssm, states,
         step.x.stride(0), cache.x.stride(0), cache.b.stride(0), cache.steps.stride(0), cache.ssm.stride(0),
         H=heads, P=head_dim, G=groups, N=state, Q=chunk, C=pieces.table.shape[1], BP=tile, WIDEN=_INTERPRETED,

@@ -190,7 +190,8 @@ class Mamba(nn.Module):
         sections = [m.x_width, m.bc_width, m.bc_width]
         projected = run.linear(x, self.in_proj)
         gate, inner = projected.split([m.x_width, self.conv_width + m.heads], dim=-1)
-        own = replace(m, heads=ranks.share(m.heads, "Mamba heads"), groups=ranks.share(m.groups, "Mamba groups"))
+        groups = ranks.share(m.groups, "Mamba groups")
+        own = replace(m, heads=ranks.share(m.heads, "Mamba heads"), groups=groups, first_group=ranks.rank * groups)
         inner = to_heads(inner, [*sections, m.heads], packed)
         xbc, dt = inner.split([inner.shape[1] - own.heads, own.heads], dim=-1)
         weight, bias = (ranks.of_heads(t, sections) for t in (self.conv1d.weight[:, 0], self.conv1d.bias))
