@@ -198,6 +198,63 @@ def test_padding_rows_of_a_graph_touch_nothing():
     assert out.isnan().all()
 
 
+PACKED = (1, 20, Q + 9, Q - 4)  # one token, inside most chunks, over every end, to the end of the second group's first
+
+
+def prefilled(step):
+    """(outputs, states) of the packed sequences, which start at position 0."""
+    cache = mamba2_replay.new_cache(len(PACKED) + 1, step.sizes, torch.bfloat16, CPU, NAN)
+    pieces = mamba2_pieces.prefill([0] * len(PACKED), list(PACKED), Q, mamba2_scan.TILE, lambda rows: ints(rows, CPU))
+    out = torch.full_like(step.x, NAN)
+    mamba2_replay.prefill(step, cache, pieces, ints(range(1, len(PACKED) + 1), CPU), out)
+    return out, cache.ssm[1:]
+
+
+def share_of(step, rank, ranks):
+    """The step of one rank's groups, as the trainer's ranks deal them out."""
+    heads, head_dim, groups, state, chunk = step.sizes
+    parts = {name: getattr(step, name).chunk(ranks, -1)[rank] for name in ("x", "b", "c", "dt", "a", "d", "dt_bias")}
+    xbc = torch.cat([parts[name] for name in "xbc"], 1)  # one tensor, for its row stride
+    x, b, c = xbc.split([parts[name].shape[1] for name in "xbc"], 1)
+    return mamba2_replay.replace(step, **parts | {"x": x, "b": b, "c": c}, first_group=rank * groups // ranks,
+                                 sizes=(heads // ranks, head_dim, groups // ranks, state, chunk))
+
+
+@pytest.fixture(scope="module")
+def every_group():
+    step = mamba2_replay.random_step(sum(PACKED), (16, 16, 8, 16, Q), CPU, seed=5)
+    return step, *prefilled(step)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_share_of_the_groups_has_the_bits_of_the_whole(every_group, ranks):
+    """Context parallelism: a rank that cut its chunks by its own count of groups would have others."""
+    step, outputs, states = every_group
+    for rank in range(ranks):
+        out, state = prefilled(share_of(step, rank, ranks))
+        assert_same_bits(out, outputs.chunk(ranks, 1)[rank], f"outputs of rank {rank} of {ranks}")
+        assert_same_bits(state, states.chunk(ranks, 1)[rank], f"states of rank {rank} of {ranks}")
+
+
+def test_a_share_taken_for_the_first_groups_would_have_other_bits(every_group):
+    step, outputs, _ = every_group
+    out, _ = prefilled(mamba2_replay.replace(share_of(step, 1, 2), first_group=0))
+    differ = (out.view(torch.int16) != outputs.chunk(2, 1)[1].view(torch.int16)).any(0)
+    assert differ.view(8, 16).any(1).all(), "every head of the share"
+
+
+@pytest.mark.parametrize("groups", [1, 3, 10])
+def test_decode_equals_prefill_for_any_number_of_groups(groups):
+    """Fewer than the cohorts, no divisor of them, and more, which come round to the first again."""
+    sizes = (groups, 16, groups, 16, Q)
+    long, made = Scene(sizes, (Q + 6,), CPU), Scene(sizes, (Q + 6,), CPU)
+    long.prefill(0)
+    made.run([0], [Q - 9])
+    made.decode(0, Q + 6)
+    assert_same_bits(made.out[0], long.out[0], "outputs")
+    assert_same_bits(made.cache.ssm[1], long.cache.ssm[1], "state")
+
+
 def test_self_test_passes_and_finds_another_arithmetic(monkeypatch):
     mamba2_replay.self_test(SMALL, CPU)
     right = mamba2_replay.decode

@@ -2,7 +2,8 @@
 
 Computes logprobs and gradients of the small models with the group and alone, and writes both to FOLDER/RANK.pt, for
 test_context_parallel.py to compare. Reference kernels stand for vLLM's: Nemotron-H's made invariant row by row,
-DeepSeek-V4's, whose products are in fp64, as they are.
+DeepSeek-V4's, whose products are in fp64, as they are. Nemotron-H's scan is the engine's own kernel, by Triton's
+interpreter: it cuts a head's chunks by the head's place in the model, of which a rank has a share.
 """
 import dataclasses
 import pathlib
@@ -35,11 +36,16 @@ def quantised_rows() -> kernels.Kernels:
         table, attention=table.attention._replace(attend=attend), experts=table.experts._replace(experts=experts)))
 
 
+def scanned() -> kernels.Kernels:
+    """Row by row, and the engine's scan."""
+    return dataclasses.replace(tiny_nemotron.row_by_row(kernels.reference()), mamba2=kernels._vllm_mamba2)
+
+
 LENGTHS = (5, 33, 16, 1, 50)  # 105 tokens: two ranks are cut inside the third sequence, at no multiple of a chunk
 MICRO = ((4,), (1, 3), (2, 0))
 MODELS = {  # name -> (lengths, the model whose bits are compared, the one whose gradients are, in fp64)
-    "nemotron": (LENGTHS, lambda: tiny_nemotron.model(table=tiny_nemotron.row_by_row(kernels.reference()),
-                                                      recompute=True), lambda: tiny_nemotron.model(torch.float64)),
+    "nemotron": (LENGTHS, lambda: tiny_nemotron.model(table=scanned(), recompute=True),
+                 lambda: tiny_nemotron.model(torch.float64)),
     "nemotron quantised": (
         (5, 33, 1, 20), lambda: tiny_nemotron_quantised.model(table=quantised_rows(), recompute=True),
         lambda: tiny_nemotron_quantised.model(torch.float64, kernels.exact())),

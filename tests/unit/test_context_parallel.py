@@ -1,4 +1,5 @@
-"""Two ranks that share a batch give the bits of one: two gloo processes over the reference kernels (cp_ranks.py)."""
+"""Two ranks that share a batch give the bits of one: two gloo processes over the reference kernels, and
+Nemotron-H's over the engine's scan (cp_ranks.py)."""
 import pathlib
 import subprocess
 import sys
