@@ -53,7 +53,7 @@ if __name__ == "__main__":
     tile = min(mamba2_state.CHANNELS, head_dim)
     common = {"H": heads, "P": head_dim, "G": groups, "N": state, "Q": mamba2_replay.CHUNK,
               "C": mamba2_pieces.COHORTS, "BP": tile, "WIDEN": False}
-    scan = {**common, "BM": mamba2_scan.TILE, "BC": min(mamba2_scan.HEADS, heads // groups) * head_dim}
+    scan = {**common, "BM": mamba2_scan.TILE, "BH": min(mamba2_scan.HEADS, heads // groups)}
     codes = {"scan": compiled(mamba2_scan._scan_kernel, scan, mamba2_scan.WARPS, mamba2_scan.STAGES),
              "state": compiled(mamba2_state._state_kernel, common, mamba2_state.WARPS, mamba2_state.STAGES)}
     print(json.dumps({name: state_products(code, tile, state) for name, code in codes.items()}))

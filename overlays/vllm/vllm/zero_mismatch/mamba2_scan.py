@@ -2,8 +2,9 @@
 
     y[r] = exp2(decay[r]) C[r] S + sum over k <= r of (C[r] B[k]) exp2(decay[r] - decay[k]) dt[k] x[k] + D x[r]
 
-A decode step that fills its chunk also moves S to the chunk's end, by `mamba2_state.next_state`. Each tile of S is
-loaded once, for the output and for the move, so the step costs the write of S and no other pass over it.
+A decode step that fills a chunk also moves S to its end, by `mamba2_state.next_state`, in tiles of its own: it reads S
+again, from the L2 cache. One load for both would keep S in the layout of the move, which costs every step and every
+prefill more than the second read costs the step in which one group of eight ends.
 
 Invariant: y[r] is a function of S, rows 0..r and C[r]; the same bits when r is one row of a long prefill, of a chunk
 that an earlier step began, or a decode step's only row.
@@ -25,16 +26,33 @@ from vllm.zero_mismatch.mamba2_state import CHANNELS, dot, next_state, rows
 
 # Rows of a tile: the least a tensor core takes. A decode step computes one tile, and its cost is the tile's.
 TILE = 16
-# Heads of one program: they share the C B products, and the wait for the tables that say where S is. Heads are
-# independent, so no bit depends on their number.
+# Heads of one program: they share the C B products, and the wait for the tables that say where S is. Two read 64 KiB of
+# S, few enough that it is still in the L2 cache when a chunk's end reads it again. Heads are independent, so no bit
+# depends on their number.
 HEADS = 2
 WARPS = 4
-# Loads are hidden by a multiprocessor's other programs, not by the loop: with more stages S would wait in shared memory
-# and be read there in two layouts, both with bank conflicts.
-STAGES = 1
-REGISTERS = 128  # a thread: four programs share a multiprocessor, and keep 64 KiB of S on their way
+STAGES = 2  # the next head's S and x are on their way while this one multiplies
 
 _INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _end_chunk(state_at, x_rows, b_rows, steps_at, begin, h0, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+               Q: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr, WIDEN: tl.constexpr):
+    """S of heads [h0, h0 + BH) to the end of a chunk whose rows, from `begin` on, are all in the ring."""
+    n = tl.arange(0, N)
+    k = tl.arange(0, Q)
+    k_ok = k >= begin
+    b = tl.load(b_rows[:, None] + n[None, :], mask=k_ok[:, None], other=0.0)
+    for h in range(h0, h0 + BH):
+        dt = tl.load(steps_at + h * Q + k, mask=k_ok, other=0.0)
+        decay = tl.load(steps_at + (H + h) * Q + k, mask=k_ok, other=0.0)
+        last = tl.load(steps_at + (H + h) * Q + Q - 1)
+        for p0 in tl.static_range(0, P, BP):
+            p = p0 + tl.arange(0, BP)
+            s_at = state_at + h * (P * N) + p[:, None] * N + n[None, :]
+            x = tl.load(x_rows[None, :] + h * P + p[:, None], mask=k_ok[None, :], other=0.0)
+            tl.store(s_at, next_state(tl.load(s_at), x, b, decay, dt, last, WIDEN))
 
 
 @triton.jit(do_not_specialize=["stride_slots", "first_group"],
@@ -44,11 +62,11 @@ def _scan_kernel(
     x_ptr, b_ptr, c_ptr, d_ptr, scratch_ptr, ring_x_ptr, ring_b_ptr, ring_steps_ptr, states_ptr, out_ptr,
     stride_xbc, stride_out, page_x, page_b, page_steps, page_state,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, C: tl.constexpr,
-    BM: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, WIDEN: tl.constexpr,
+    BM: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr, WIDEN: tl.constexpr,
 ):
     index = tl.program_id(0)
-    channel = tl.program_id(1) * BC
-    g = channel // (H // G * P)
+    h0 = tl.program_id(1) * BH
+    g = h0 // (H // G)
     piece = piece_ptr + (index * C + (first_group + g) % C) * WIDTH
     slot = tl.load(slots_ptr + tl.load(piece + REQUEST) * stride_slots).to(tl.int64)
     if slot == NULL_SLOT:
@@ -65,6 +83,7 @@ def _scan_kernel(
     m = tile + tl.arange(0, BM)
     k = tl.arange(0, Q)
     n = tl.arange(0, N)
+    p = tl.arange(0, P)
     m_ok = (m >= first) & (m < end)
     begin = tl.load(piece + BEGIN)
     k_ok = (k >= begin) & (k < tl.minimum(end, tile + BM))
@@ -81,33 +100,23 @@ def _scan_kernel(
     steps_new = scratch_ptr + index.to(tl.int64) * (2 * H * Q)
     steps_k = tl.where(k < in_ring, steps_ring + k, steps_new + k)
     steps_m = tl.where(m < in_ring, steps_ring + m, steps_new + m) + H * Q
-    ends = (state < 0) & (end == Q)  # a decode step's chunk is full: this program alone holds these channels of S
-    # A tile is CHANNELS of one head, as in the state's own kernel.
-    for first_p in range(channel, channel + BC, BP):
-        p = first_p + tl.arange(0, BP)
-        h = first_p // P
-        s_at = state_at + p[:, None] * N + n[None, :]
-        s = tl.load(s_at)
-        x = tl.load(x_rows[:, None] + p[None, :], mask=k_ok[:, None], other=0.0)
+    for h in range(h0, h0 + BH):
+        s = tl.load(state_at + h * (P * N) + p[None, :] * N + n[:, None])
+        x = tl.load(x_rows[:, None] + h * P + p[None, :], mask=k_ok[:, None], other=0.0)
         dt_k = tl.load(steps_k + h * Q, mask=k_ok, other=0.0)
         decay_k = tl.load(steps_k + (H + h) * Q, mask=k_ok, other=0.0)
         decay_m = tl.load(steps_m + h * Q, mask=m_ok, other=0.0)
-        x_m = tl.load(x_rows_m[:, None] + p[None, :], mask=m_ok[:, None], other=0.0)
-        d = tl.load(d_ptr + h).to(tl.float32)
-        y = dot(c, tl.trans(s.to(c.dtype)), WIDEN) * tl.exp2(decay_m)[:, None]
+        y = dot(c, s.to(c.dtype), WIDEN) * tl.exp2(decay_m)[:, None]
         # Above the diagonal the exponent is positive and may overflow; cb is zero there, and 0 * inf is no zero.
         w = cb * tl.exp2(tl.minimum(decay_m[:, None] - decay_k[None, :], 0.0)) * dt_k[None, :]
         y += dot(w.to(x.dtype), x, WIDEN)
-        y += x_m.to(tl.float32) * d
-        out = out_ptr + (token + new_m)[:, None] * stride_out + p[None, :]
+        x_m = tl.load(x_rows_m[:, None] + h * P + p[None, :], mask=m_ok[:, None], other=0.0).to(tl.float32)
+        y += x_m * tl.load(d_ptr + h).to(tl.float32)
+        out = out_ptr + (token + new_m)[:, None] * stride_out + h * P + p[None, :]
         tl.store(out, y.to(out_ptr.dtype.element_ty), mask=m_ok[:, None])
-        if ends:  # in place: each word of S is loaded once, and its store depends on that load
-            x_k = tl.load(x_rows[None, :] + p[:, None], mask=k_ok[None, :], other=0.0)
-            b_k = tl.load(b_rows[:, None] + n[None, :], mask=k_ok[:, None], other=0.0)
-            dt = tl.load(steps_ring + h * Q + k, mask=k_ok, other=0.0)
-            decay = tl.load(steps_ring + (H + h) * Q + k, mask=k_ok, other=0.0)
-            last = tl.load(steps_ring + (H + h) * Q + Q - 1)
-            tl.store(s_at, next_state(s, x_k, b_k, decay, dt, last, WIDEN))
+    if (state < 0) & (end == Q):  # a decode step's chunk is full; this program alone holds these heads of S
+        tl.debug_barrier()  # every warp has read S
+        _end_chunk(state_at, x_rows, b_rows, steps_ring, begin, h0, H, P, N, Q, BH, BP, WIDEN)
 
 
 def scan(step, cache, pieces, slots: torch.Tensor, scratch: torch.Tensor, states: torch.Tensor,
@@ -115,12 +124,11 @@ def scan(step, cache, pieces, slots: torch.Tensor, scratch: torch.Tensor, states
     """out: [tokens, H * P] bf16. states: the scratch of `mamba2_state.advance`, or the cache's own for decode, whose
     full chunks it ends."""
     heads, head_dim, groups, state, chunk = step.sizes
-    channels = min(HEADS, heads // groups) * head_dim
-    limit = {} if torch.version.hip else {"maxnreg": REGISTERS}
-    _scan_kernel[(pieces.table.shape[0], heads * head_dim // channels, pieces.tiles)](
+    shared = min(HEADS, heads // groups)
+    _scan_kernel[(pieces.table.shape[0], heads // shared, pieces.tiles)](
         pieces.table, slots, slots.stride(0), step.first_group,
         step.x, step.b, step.c, step.d, scratch, cache.x, cache.b, cache.steps, states, out,
         step.x.stride(0), out.stride(0), cache.x.stride(0), cache.b.stride(0), cache.steps.stride(0), states.stride(0),
-        H=heads, P=head_dim, G=groups, N=state, Q=chunk, C=pieces.table.shape[1], BM=TILE, BC=channels,
-        BP=min(CHANNELS, head_dim), WIDEN=_INTERPRETED, num_warps=WARPS, num_stages=STAGES, **limit,
+        H=heads, P=head_dim, G=groups, N=state, Q=chunk, C=pieces.table.shape[1], BM=TILE, BH=shared,
+        BP=min(CHANNELS, head_dim), WIDEN=_INTERPRETED, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
