@@ -11,8 +11,8 @@ import tempfile
 
 try:
     from prove import (
-        async_rl, bench, bisect, cases, cost, counter, cp, grad, recipe, record, rollout, served, train, ui, unchanged,
-        warm,
+        async_rl, bench, bisect, cases, cost, counter, cp, grad, machine, recipe, record, rollout, served, train, ui,
+        unchanged, warm,
     )
     from prove.engine import EngineError
     from prove.recipe import ROOT
@@ -177,6 +177,7 @@ def writable(option: str, folder: pathlib.Path | None) -> None:
 def run(args, screen: ui.UI) -> dict:
     for option in ("out", "logs", "cache"):
         writable(f"--{option}", getattr(args, option))
+    machine.require_turn(getattr(args, "turn", None))
     made = recipe.load(args.recipe, args.tiny)
     if args.verb == "served":
         return served.served(made, screen, url=args.url, tokens=args.tokens, out=args.out, budget=args.budget)

@@ -33,6 +33,19 @@ def turn(file: pathlib.Path | None, say, deadline: float):
         yield
 
 
+def require_turn(file: pathlib.Path | None) -> None:
+    """Refuses a file that `turn` could not wait for, before minutes have gone into starting engines."""
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("w") as held:
+            _locked(held)  # whether it is free does not matter yet
+    except OSError as error:
+        raise ValueError(f"--turn {file}: it cannot be opened and locked ({error.strerror}); name a file in a folder "
+                         "that can be written to") from None
+
+
 def _locked(file) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,5 @@
 """The command line: its options are frozen, misuse exits 2, and what an engine is given."""
+import fcntl
 import os
 import pathlib
 import signal
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from prove import __main__ as cli
-from prove import recipe
+from prove import machine, recipe
 
 COMMON = {"--help", "--recipe", "--tiny", "--json", "--out", "--logs", "--commit", "--cache", "--budget"}
 OPTIONS = {
@@ -76,6 +77,24 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(optio
     assert cli.main(["rollout", "--recipe", "deepseek-v4", "--tiny", *line]) == 2
     said = capsys.readouterr().err
     assert option in said and "nothing can be written there (Not a directory); name another folder" in said
+
+
+@pytest.mark.parametrize("verb, file", [("bench", "folder"), ("unchanged", "file/turn")])
+def test_a_turn_that_could_not_be_waited_for_is_refused_before_anything_starts(verb, file, tmp_path, capsys):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "vllm").mkdir()
+    where = ["--out", str(tmp_path / "out"), "--logs", str(tmp_path / "logs"), "--turn", str(tmp_path / file)]
+    pristine = ["--pristine", str(tmp_path)] if verb == "unchanged" else []
+    assert cli.main([verb, "--recipe", "deepseek-v4", "--tiny", *pristine, *where]) == 2
+    assert f"--turn {tmp_path / file}: it cannot be opened and locked (" in capsys.readouterr().err
+    assert not any((tmp_path / "logs").iterdir())
+
+
+def test_a_turn_that_another_has_now_is_waited_for_later(tmp_path):
+    with (tmp_path / "turn").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        machine.require_turn(tmp_path / "turn")
 
 
 def test_ctrl_c_ends_at_once_though_the_server_never_answers(tmp_path):
