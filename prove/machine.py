@@ -63,19 +63,37 @@ def cores() -> list[int]:
 def pinned(processes: list[int], to: list[int]):
     """Within the body the main thread of each process, which decides how long a step takes, has the last core to itself
     and its other threads the rest; a thread started meanwhile inherits its starter's. The same cores for all of them,
-    of which one works at a time: a core that a neighbour of the host slows down slows them alike."""
+    of which one works at a time: a core that a neighbour of the host slows down slows them alike. Afterwards every
+    thread has what it had, and one that was started meanwhile what its process's main thread has."""
     before: dict[int, set[int]] = {}
     for process in processes:
-        for task in map(int, (path.name for path in pathlib.Path(f"/proc/{process}/task").iterdir())):
+        for task in _tasks(process):
             with contextlib.suppress(ProcessLookupError):  # the thread has ended
                 before[task] = os.sched_getaffinity(task)
                 os.sched_setaffinity(task, to[-1:] if task == process else to[:-1] or to)
     try:
         yield
     finally:
-        for task, allowed in before.items():
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(task, allowed)
+        for process in processes:
+            _allow(process, before)
+
+
+def _tasks(process: int) -> list[int]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended; whoever asks it next says so
+        return [int(path.name) for path in pathlib.Path(f"/proc/{process}/task").iterdir()]
+    return []
+
+
+def _allow(process: int, before: dict[int, set[int]]) -> None:
+    """Gives every thread of the process its cores back; looks again, as one that had not got them may have started
+    another meanwhile."""
+    done: set[int] = set()
+    while new := [task for task in _tasks(process) if task not in done]:
+        for task in new:
+            if own := before.get(task, before.get(process)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(task, own)
+        done.update(new)
 
 
 def allowed() -> float:

@@ -217,6 +217,32 @@ def test_the_main_thread_has_a_core_to_itself_and_everything_is_as_before_afterw
     assert after == [set(cores)] * 2
 
 
+def test_a_thread_begun_while_pinned_has_all_cores_afterwards():
+    """A pool that a library opens in the first timed step would work on the main thread's one core for ever."""
+    code = ("import sys, threading\nready = threading.Event()\nprint(flush=True)\nsys.stdin.readline()\n"
+            "t = threading.Thread(target=ready.wait)\nt.start()\nprint(t.native_id, flush=True)\nsys.stdin.read()\n"
+            "ready.set()")
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("one core: nothing can be kept from it")
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()  # it is up
+        with machine.pinned([child.pid], cores):
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+            begun = int(child.stdout.readline())
+            assert os.sched_getaffinity(begun) == set(cores[-1:])  # its starter's
+        assert os.sched_getaffinity(begun) == set(cores)
+        child.stdin.close()
+
+
+def test_a_process_that_ended_is_not_pinned():
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait()
+    with machine.pinned([child.pid], machine.cores()):
+        pass
+
+
 def test_a_busy_core_is_counted():
     busy, until = machine.Busy(), time.process_time() + 0.5
     while time.process_time() < until:
