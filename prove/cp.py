@@ -68,9 +68,9 @@ class _Proof:
     def __init__(self, lone: Trainer, ranks: list[Trainer], pool, folder: pathlib.Path, kept: record.Record, ui: UI):
         self.lone, self.ranks, self.pool, self.folder, self.kept, self.ui = lone, ranks, pool, folder, kept, ui
 
-    def together(self, op: str, own: tuple[dict, ...] = ({},) * RANKS, **arguments) -> list[dict]:
+    def together(self, op: str, **arguments) -> list[dict]:
         """Every rank at once: they wait for each other, and nobody waits for one that another has left alone."""
-        asked = [self.pool.submit(rank.call, op, **arguments, **its) for rank, its in zip(self.ranks, own, strict=True)]
+        asked = [self.pool.submit(rank.call, op, **arguments) for rank in self.ranks]
         done, _ = concurrent.futures.wait(asked, return_when=concurrent.futures.FIRST_EXCEPTION)
         if failed := next((future.exception() for future in done if future.exception()), None):
             raise failed
@@ -107,13 +107,10 @@ class _Proof:
                 "said": _said(figures)}
 
     def _gradients(self) -> dict:
-        plain, cut, shared = (str(self.folder / f"gradients-{name}.pt") for name in ("plain", "cut", "shared"))
-        narrow = {"sequences": self.sequences[::-1], "micro": int(MICRO * SHARE)}
-        self.lone.call("save_gradients", sequences=self.sequences, micro=MICRO, path=plain)
-        self.lone.call("save_gradients", **narrow, path=cut)
-        self.together("save_gradients", ({"path": shared}, {"path": f"{shared}.other"}), sequences=self.sequences,
-                      micro=MICRO)
-        found = compared_gradients(*map(_read, (plain, cut, shared)))
+        how, path = {"sequences": self.sequences, "micro": MICRO}, str(self.folder / "gradients.pt")
+        self.lone.call("save_gradients", **how, path=path)
+        cut = self.lone.call("gradient_errors", sequences=self.sequences[::-1], micro=int(MICRO * SHARE), path=path)
+        found = compared_gradients(cut, self.together("gradient_errors", **how, path=path)[0])
         over = [row["parameter"] for row in found if not row["error"] <= row["bound"]]
         seen = [row["parameter"] for row in found if row["own_share_error"] > row["bound"]]
         worst = max(found, key=lambda row: row["error"] / row["bound"])
@@ -124,12 +121,12 @@ class _Proof:
 
     def _update(self) -> dict:
         how = {"sequences": self.sequences, "micro": MICRO}
-        before = _read(str(self.folder / "first.pt"))["masters"]
         lone, ranks = self.lone.call("update", **how), self.together("update", **how)
-        paths = [str(self.folder / f"{name}.pt") for name in ("lone", "rank-0", "rank-1")]
-        for trainer, path in zip((self.lone, *self.ranks), paths, strict=True):
-            trainer.call("save_weights", path=path)
-        distance = update_distance(before, *(_read(path)["masters"] for path in paths[:2]))
+        before, theirs = (str(self.folder / f"{name}.pt") for name in ("first", "lone"))
+        self.lone.call("save_weights", path=theirs)
+        distance = self.ranks[0].call("distance", before=before, theirs=theirs)
+        if distance is None:
+            raise EngineError("failed", "the update moved no weight: no other update is near to it")
         shared, alone = self.together("score", **how), self.together("score_alone", **how)
         figures = {f"rank {rank}": between(self.sequences, *(found["words"] for found in pair)).summary()
                    for rank, pair in enumerate(zip(alone, shared, strict=True))}
@@ -161,30 +158,14 @@ def between(sequences: list[dict], left: dict, right: dict) -> Figures:
     return figures
 
 
-def _read(path: str) -> dict:
-    import torch
-
-    return torch.load(path, map_location="cpu")
-
-
-def compared_gradients(plain: dict, cut: dict, shared: dict) -> list[dict]:
-    """A row a parameter: distances from `plain`, relative to it. `cut`: the same actor with other micro-batches, which
+def compared_gradients(cut: dict, shared: dict) -> list[dict]:
+    """A row a parameter, of what gradient_errors found. `cut`: of the lone actor itself with other micro-batches, which
     is what rounding alone does; the bound is a multiple of it, as in prove/grad.py."""
     rows = []
-    for name, want in plain["whole"].items():
-        error, usual, own = (float((side.double() - want.double()).norm() / want.double().norm()) for side in (
-            shared["whole"][name], cut["whole"][name], shared["own"][name]))
+    for name, found in shared.items():
+        error, own, usual = found["whole"], found["own"], cut[name]["whole"]
         if not math.isfinite(error + usual + own):
             raise EngineError("failed", f"the gradient of {name} is zero or no number: nothing to be near to")
         rows.append({"parameter": name, "error": error, "usual_error": usual, "own_share_error": own,
                      "bound": max(TIMES * usual, FLOOR)})
     return rows
-
-
-def update_distance(before: dict, lone: dict, shared: dict) -> float:
-    """|shared - lone| / |lone - before| over all weights."""
-    apart = sum(float((shared[name].double() - lone[name].double()).square().sum()) for name in lone)
-    moved = sum(float((lone[name].double() - before[name].double()).square().sum()) for name in lone)
-    if not moved:
-        raise EngineError("failed", "the update moved no weight: no other update is near to it")
-    return (apart / moved) ** 0.5

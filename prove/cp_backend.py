@@ -69,6 +69,19 @@ class Backend(trainer_backend.Backend):
         """The same weights without the other ranks: the model over batches that are all this process's own."""
         return self._score(self.actor.model, sequences, micro)
 
+    def op_distance(self, *, before: str, theirs: str) -> float | None:
+        """Of this actor's weights from those in `theirs`, relative to theirs from `before`, over all of them: two files
+        of save_weights. None: theirs are those before."""
+        import torch
+
+        before, theirs = (torch.load(path, map_location="cpu", mmap=True)["masters"] for path in (before, theirs))
+        apart = moved = 0.0
+        for name, own in self.actor.model.state_dict().items():
+            was, now = (side[name].to(own.device).double() for side in (before, theirs))
+            apart += float((own.double() - now).square().sum())
+            moved += float((now - was).square().sum())
+        return (apart / moved) ** 0.5 if moved else None
+
     def op_update(self, *, sequences: list[dict], micro: int) -> dict:
         with _training():
             return self._learn(sequences, micro)

@@ -110,15 +110,23 @@ class Backend(vllm_backend.Backend):
         torch.save({"config": self.config, "masters": masters, "tables": tables}, path)
 
     def op_save_gradients(self, *, sequences: list[dict], micro: int, path: str) -> None:
-        """The gradients of the loss of `update`, whole and this process's share of them; nothing is learned."""
+        """The gradient of the loss of `update`, by parameter; nothing is learned."""
         import torch
 
-        with _training():
-            self._accumulate(sequences, micro)
-            own = {name: p.main_grad.cpu() for name, p in self.actor.model.named_parameters() if p.requires_grad}
-            whole = {name: gradient.cpu() for name, gradient in self.actor.gradients().items()}
-            torch.save({"own": own, "whole": whole}, path)
-            self.actor.ddp.zero_grad_buffer()
+        with self._accumulated(sequences, micro) as (whole, _):
+            torch.save({name: gradient.cpu() for name, gradient in whole.items()}, path)
+
+    def op_gradient_errors(self, *, sequences: list[dict], micro: int, path: str) -> dict:
+        """{parameter: how far its gradient is from the one that save_gradients wrote to `path`, relative to that}:
+        `whole`, and `own`, this process's share. Worked out here and not by who asks: DeepSeek-V4's tiny-train has
+        8 GiB of them, which the device goes through in a second."""
+        import torch
+
+        with self._accumulated(sequences, micro) as (whole, own):
+            kept = torch.load(path, map_location="cpu", mmap=True)
+            wanted = ((name, kept[name].to(gradient.device)) for name, gradient in whole.items())
+            return {name: {"whole": _apart(whole[name], want), "own": _apart(own[name], want)}
+                    for name, want in wanted}
 
     def op_gradients(self, *, sequences: list[dict], micro: int, faults: list[str]) -> dict:
         """Every parameter's gradient against the independent reference: see prove/grad.py."""
@@ -181,6 +189,15 @@ class Backend(vllm_backend.Backend):
             losses.append(self.actor.accumulate(self._loss(batch, packed, len(sequences), seen), tokens, packed))
             found |= seen
         return found, sum(losses)
+
+    @contextlib.contextmanager
+    def _accumulated(self, sequences: list[dict], micro: int):
+        """Yields (the gradients of all ranks, this process's share of them), by parameter."""
+        with _training():
+            self._accumulate(sequences, micro)
+            own = {name: p.main_grad for name, p in self.actor.model.named_parameters() if p.requires_grad}
+            yield self.actor.gradients(), own
+            self.actor.ddp.zero_grad_buffer()
 
     def _model(self, recompute: bool):
         """(name of the family, its model's shape, the model with the weights to start from)."""
@@ -309,6 +326,12 @@ class Backend(vllm_backend.Backend):
             return reinforce_zero_loss(padded(own, True), padded(behind, True), mask, advantage,
                                        responses=responses).loss
         return loss
+
+
+def _apart(side, want) -> float:
+    """|side - want| / |want|"""
+    want = want.double()
+    return float((side.double() - want).norm() / want.norm())
 
 
 def micro_batches(sequences: list[dict], micro: int):

@@ -1,9 +1,11 @@
 """What `prove cp` compares, without an engine; with one: tests/upstream/test_cp.py."""
+import types
+
 import numpy as np
 import pytest
 import torch
 
-from prove import cp
+from prove import cp, cp_backend, trainer_backend
 from prove.engine import EngineError, pack
 
 SEQUENCES = [{"id": name, "tokens": pack(np.asarray([1, 2], np.int64))} for name in "ab"]
@@ -31,27 +33,37 @@ def test_a_word_that_both_actors_lack_was_not_compared():
 
 
 def test_a_gradients_bound_is_what_other_micro_batches_do_to_it():
-    want = torch.full((4,), 2.0)
-    (row,) = cp.compared_gradients({"whole": {"w": want}}, {"whole": {"w": want * 1.1}},
-                                   {"whole": {"w": want * 1.15}, "own": {"w": want / 2}})
-    assert row["usual_error"] == pytest.approx(0.1) and row["bound"] == pytest.approx(0.1 * cp.TIMES)
-    assert row["error"] == pytest.approx(0.15) and row["own_share_error"] == 0.5
-    (row,) = cp.compared_gradients({"whole": {"w": want}}, {"whole": {"w": want}},
-                                   {"whole": {"w": want}, "own": {"w": want}})
+    (row,) = cp.compared_gradients({"w": {"whole": 0.1, "own": 0.1}}, {"w": {"whole": 0.15, "own": 0.5}})
+    assert row["usual_error"] == 0.1 and row["bound"] == pytest.approx(0.1 * cp.TIMES)
+    assert row["error"] == 0.15 and row["own_share_error"] == 0.5
+    (row,) = cp.compared_gradients({"w": {"whole": 0.0, "own": 0.0}}, {"w": {"whole": 0.0, "own": 0.0}})
     assert row["bound"] == cp.FLOOR
-
-
-def test_the_distance_of_two_updates_is_relative_to_the_update():
-    before = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    lone = {"a": torch.ones(2), "b": torch.ones(2)}
-    assert cp.update_distance(before, lone, lone) == 0
-    assert cp.update_distance(before, lone, {"a": torch.ones(2), "b": torch.tensor([1.0, -1.0])}) == 1.0
-    with pytest.raises(EngineError, match="moved no weight"):
-        cp.update_distance(before, before, lone)
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_a_gradient_that_is_zero_or_no_number_is_no_yardstick(value):
-    side = {"whole": {"w": torch.full((2,), value)}, "own": {"w": torch.full((2,), value)}}
+    gradient = torch.full((2,), value)
+    error = {"w": dict.fromkeys(("whole", "own"), trainer_backend._apart(gradient, gradient))}
     with pytest.raises(EngineError, match="the gradient of w"):
-        cp.compared_gradients(side, side, side)
+        cp.compared_gradients(error, error)
+
+
+def rank(tmp_path, **own) -> cp_backend.Backend:
+    """Of a model with these weights; "before" and "theirs" are files beside it."""
+    made = cp_backend.Backend.__new__(cp_backend.Backend)
+    made.actor = types.SimpleNamespace(model=types.SimpleNamespace(state_dict=lambda: own))
+    made.files = {name: str(tmp_path / f"{name}.pt") for name in ("before", "theirs")}
+    return made
+
+
+def test_the_distance_of_two_updates_is_relative_to_the_update(tmp_path):
+    def distance(theirs, own):
+        made = rank(tmp_path, **own)
+        for name, masters in (("before", {"a": torch.zeros(2), "b": torch.zeros(2)}), ("theirs", theirs)):
+            torch.save({"masters": masters}, made.files[name])
+        return made.op_distance(**made.files)
+
+    lone = {"a": torch.ones(2), "b": torch.ones(2)}
+    assert distance(lone, lone) == 0
+    assert distance(lone, {"a": torch.ones(2), "b": torch.tensor([1.0, -1.0])}) == 1.0
+    assert distance({"a": torch.zeros(2), "b": torch.zeros(2)}, lone) is None, "theirs moved no weight"
