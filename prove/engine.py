@@ -54,7 +54,9 @@ class Engine:
     """The parent's end. Use as a context manager: leaving it ends the process it started, and no other."""
 
     def __init__(self, start: dict, *, backend: str = "vllm", env: dict[str, str] | None = None,
-                 log: pathlib.Path, python: str = sys.executable, on_event=None, timeout: float = 900.0):
+                 log: pathlib.Path, python: str = sys.executable, on_event=None, on_process=None,
+                 timeout: float = 900.0):
+        """`on_process` is told of the process as soon as there is one, so that another thread can end a start."""
         self.log_path = log
         self.on_event = on_event or (lambda event: None)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +69,8 @@ class Engine:
                 [python, "-m", "prove.engine", backend, str(command_read), str(answer_write)],
                 stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 env=environment, pass_fds=(command_read, answer_write))
+        if on_process:
+            on_process(self.process)
         os.close(command_read)
         os.close(answer_write)
         self._answers: queue.Queue = queue.Queue()

@@ -2,6 +2,8 @@
 import contextlib
 import os
 import pathlib
+import signal
+import threading
 import time
 
 import pytest
@@ -56,6 +58,30 @@ def test_what_was_still_to_start_is_left_out_after_one_that_did_not(seen, tmp_pa
             logs=tmp_path, deadline=time.monotonic() + 60, at_once=1):
         pass
     assert sum(path.name.isdecimal() for path in seen.iterdir()) < 4
+
+
+def test_ctrl_c_waits_for_no_start_and_leaves_nothing_behind(seen, tmp_path):
+    """Two are starting, for ever; the third is still to be started."""
+    (seen / "first").mkdir()  # so that none is
+
+    def begun() -> list[str]:
+        return [path.name for path in seen.iterdir() if path.name.isdecimal()]
+
+    def press() -> None:
+        while len(begun()) < 2:
+            time.sleep(0.01)
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+    parts, pressed = {str(i): together.Part({}, {}, FAKE) for i in range(3)}, []
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt), together.started(
+            parts, record.Record("bench", "fake", {}, tmp_path), ui.UI(json_only=True), env={"FAKE_STARTS": str(seen)},
+            logs=tmp_path, deadline=time.monotonic() + 40, at_once=2):
+        pass
+    assert time.monotonic() - pressed[0] < 10
+    while any(map(alive, begun())) and time.monotonic() - pressed[0] < 20:
+        time.sleep(0.01)
+    assert len(begun()) == 2 and not any(map(alive, begun()))
 
 
 def test_leaving_ends_all_of_them(seen, tmp_path):
