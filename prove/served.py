@@ -11,8 +11,9 @@ unharmed: a float's shortest decimal text names it exactly. The server writes -9
 here it is a NaN again, which no comparison forgives.
 
 What the record is bound to is the vLLM that this command's own Python would import. Run it where the server runs, with
-the server's interpreter; the server itself does not say what it imported. Flags and environment in the record are the
-recipe's.
+the server's interpreter: of what it imported, the server says the version and no more. One of another version is
+refused; one that was patched otherwise, or started before a change of the files, is not seen. Flags and environment in
+the record are the recipe's.
 """
 from __future__ import annotations
 
@@ -106,6 +107,19 @@ class Server:
             raise EngineError("died", f"{self.url}{path}: {said}; {STARTED_WITH}") from None
 
 
+def _require_version(server: str, url: str, vllm: pathlib.Path) -> None:
+    """The record would otherwise be bound to files that the server has not."""
+    file = vllm / "_version.py"
+    text = file.read_text() if file.is_file() else ""
+    found = re.search(r"""^__version__\b[^'"\n]*=[^'"\n]*['"]([^'"\n]+)['"]""", text, re.MULTILINE)
+    if not found:
+        raise ValueError(f"{file} names no version to compare with the server's ({server}): run it with the server's "
+                         "interpreter, for which vLLM is installed")
+    if found[1] != server:
+        raise ValueError(f"the server at {url} runs vLLM {server}, this Python's is {found[1]} ({vllm}): run it with "
+                         "the server's interpreter")
+
+
 def _read(answer, deadline: float) -> bytes:
     """The whole answer. urlopen's time is that of one read, and a server may send a byte at a time for ever."""
     parts = []
@@ -177,8 +191,9 @@ def served(recipe: Recipe, ui: UI, *, url: str, tokens: int, out: pathlib.Path, 
     if not spec:
         raise ValueError("this Python has no vLLM to bind the record to: run it with the server's interpreter")
     server = Server(url, ranks)
-    about = server.about()
-    kept.engine("served", {**about, "vllm_path": str(pathlib.Path(spec.origin).parent)}, recipe.engine_flags(True),
+    about, vllm = server.about(), pathlib.Path(spec.origin).parent
+    _require_version(about["versions"]["vllm"], server.url, vllm)
+    kept.engine("served", {**about, "vllm_path": str(vllm)}, recipe.engine_flags(True),
                 recipe.environment(True))
     context, deadline, rows = Context(work), time.monotonic() + budget, []
     ui.say(line(HEADINGS))

@@ -101,6 +101,7 @@ def test_ctrl_c_ends_at_once_though_the_server_never_answers(tmp_path):
     site = tmp_path / "site" / "vllm"
     site.mkdir(parents=True)
     (site / "__init__.py").touch()
+    (site / "_version.py").write_text("__version__ = '0.33.0'\n")
     server = socket.create_server(("127.0.0.1", 0), backlog=256)
     command = [sys.executable, "-m", "prove", "served", "--recipe", "deepseek-v4", "--tiny", "--out", str(tmp_path),
                "--logs", str(tmp_path), "--url", f"http://127.0.0.1:{server.getsockname()[1]}"]

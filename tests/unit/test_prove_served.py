@@ -18,6 +18,7 @@ from prove.engine import EngineError, unpack
 
 RANKS = 2
 LOGPROB = '{"choices": [{"logprobs": {"content": [%s]}}]}'
+VERSION = "__all__ = [\n    '__version__',\n    'version',\n]\n__version__: str\n\n__version__ = version = '{}'\n"
 NONSENSE = {
     "html": "<html>", "null": "null", "list": "[]", "object": "{}", "no-choice": '{"choices": []}',
     "no-logprob": LOGPROB % '{"token_id": 1}', "no-token": LOGPROB % '{"logprob": -1.0}',
@@ -91,6 +92,7 @@ def run(tmp_path, monkeypatch):
     site = tmp_path / "site" / "vllm"
     site.mkdir(parents=True)
     (site / "__init__.py").write_text("locked")
+    (site / "_version.py").write_text(VERSION.format("0.33.0"))
     sha = hashlib.sha256(b"locked").hexdigest()
     lock = tmp_path / "patchset.lock"
     lock.write_text(json.dumps({"targets": {"vllm@0/all": {
@@ -162,6 +164,19 @@ def test_another_tree_is_no_evidence(run):
     (run.site / "__init__.py").write_text("edited")
     data = run()
     assert not data["passed"] and data["engines"]["served"]["lock"]["state"] == "other"
+
+
+@pytest.mark.parametrize("file, said", [
+    (VERSION.format("0.32.0"), "runs vLLM 0.33.0, this Python's is 0.32.0"), ("x = 1\n", "names no version"),
+    (None, "names no version")])
+def test_a_server_of_another_version_is_refused(run, file, said):
+    """Its record would be bound to the files of this Python's vLLM, which are not the server's."""
+    if file is None:
+        (run.site / "_version.py").unlink()
+    else:
+        (run.site / "_version.py").write_text(file)
+    with pytest.raises(ValueError, match=said):
+        run()
 
 
 def test_a_server_without_the_endpoint_is_told_how_to_start(run):
