@@ -7,10 +7,11 @@ the actor is a multiple of it (prove/grad.py). Experts and compressed rows are t
 The second comparison (gradients.py) rounds to FP8 in fp64 as well, and gives both sides the actor's own values in front
 of its quantisers, but for those inside the routed experts and of the compressed rows, which are rounded anew.
 
-Held on the device at once: the weights in fp64 (in BF16 they are the actor's own), the gradients of one loss by both
-references in fp64 and by one in BF16, and the graph of one pass over all sequences. Of the recipe's tiny-train these
-are 16, 32, 4 and 14 GiB. Only sums go on to the next loss, and they are read when all is done. Each loss runs its
-forward anew, a third of a pass: kept, the graphs of all four passes would lie beside everything else.
+Held on the device at once: the weights in fp64 (in BF16 they are the actor's own), the gradients of one loss by one
+reference in fp64, by the other as they are kept, in fp32, and by one in BF16, and the graph of one pass over all
+sequences. Of the recipe's tiny-train these are 16, 16, 8, 4 and 14 GiB. Only sums go on to the next loss, and they are
+read when all is done. Each loss runs its forward anew, a third of a pass: kept, the graphs of all four passes would lie
+beside everything else.
 """
 from __future__ import annotations
 
@@ -37,21 +38,23 @@ class Side:
     """One comparison: of each parameter, sums over the losses, in fp64 where the gradients lie."""
 
     def __init__(self):
-        self.want: dict[str, torch.Tensor] = {}  # of the loss at hand, by parameter
+        # Of the loss at hand, by parameter, in fp32: its rounding is 2**-24 of them, the distances are from 2**-9 on.
+        self.want: dict[str, torch.Tensor] = {}
         self.yard: dict[str, torch.Tensor] = {}  # (usual - want)^2, want^2
         self.sums: dict[str | None, dict[str, torch.Tensor]] = {}  # by case: (own - want)^2, own^2, own * want
 
     def take(self, usual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], names) -> None:
         """The next loss's yardstick, the same for every case."""
-        self.want = {name: expected[name].double() for name in names}
+        self.want = {name: expected.pop(name).float() for name in names}
         for name, want in self.want.items():
+            want = want.double()
             off = usual[name].double() - want
             self.yard[name] = self.yard.get(name, 0) + torch.stack([_dot(off, off), _dot(want, want)])
 
     def add(self, case: str | None, own: dict[str, torch.Tensor]) -> None:
         sums = self.sums.setdefault(case, {})
         for name, gradient in own.items():
-            found, want = gradient.double(), self.want[name]
+            found, want = gradient.double(), self.want[name].double()
             off = found - want
             sums[name] = sums.get(name, 0) + torch.stack([_dot(off, off), _dot(found, found), _dot(found, want)])
 
