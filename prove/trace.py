@@ -13,12 +13,14 @@ import collections
 import contextlib
 import functools
 import importlib
+import zlib
 
 import torch
 
 CHUNK = 1024  # rows hashed at once: the int64 copy of 8192 rows of a wide tensor would take gigabytes
 WIDEST = 1 << 20  # bytes of a row; what is wider is no activation (a cache whose block is as long as the step)
 MOST = 6          # sites from which a repro is tried
+GIVEN = "arguments that are not None"  # among a call's inputs: a tensor that only one arm gives is a difference
 SHARED = 1 << 30  # bytes of an argument that is kept as it is and not copied: a KV cache
 
 
@@ -40,16 +42,24 @@ def row_hash(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return out
 
 
-def _tensors(value, found: list) -> list:
+def _tensors(value, place: str = ""):
+    """(place, tensor) of a nest. The place is the way there, not a count: an optional tensor moves no other's."""
     if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _tensors(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _tensors(item, found)
-    return found
+        yield place or "0", value
+    items = enumerate(value) if isinstance(value, (tuple, list)) else value.items() if isinstance(value, dict) else ()
+    for key, item in items:
+        yield from _tensors(item, f"{place}.{key}" if place else str(key))
+
+
+def _call(args, kwargs) -> dict:
+    """A call's arguments by their place or name."""
+    return dict(enumerate(args)) | kwargs
+
+
+def _given(args, kwargs, rows: int) -> torch.Tensor:
+    """[rows], each the same number, which says what arguments there are beside those that are None."""
+    there = [str(place) for place, value in _call(args, kwargs).items() if value is not None]
+    return torch.full((rows,), zlib.crc32(" ".join(sorted(there)).encode()))
 
 
 def by_rows(tensor: torch.Tensor, rows: int, longer: bool = False) -> torch.Tensor | None:
@@ -69,7 +79,7 @@ def by_rows(tensor: torch.Tensor, rows: int, longer: bool = False) -> torch.Tens
 def hashes(values, rows: int, longer: bool = False, what: str = "argument") -> dict[str, torch.Tensor]:
     """The row hashes of every row tensor in a nest of arguments or results, by its place and the shape of a row."""
     return {f"{what} {place} {list(aligned.shape[1:])}": row_hash(aligned, rows)
-            for place, tensor in enumerate(_tensors(values, []))
+            for place, tensor in _tensors(values)
             if (aligned := by_rows(tensor, rows, longer)) is not None}
 
 
@@ -138,13 +148,13 @@ class Tracer:
         def before(_, args, kwargs):
             if self._rows:
                 self._stack.append((name, collections.Counter()))
-                open_calls.append(hashes((args, kwargs), self._rows))
+                open_calls.append(self._inputs(args, kwargs))
                 self._hold(name, args, kwargs)
 
         def after(_, args, kwargs, result):
             if self._rows:
                 self._stack.pop()
-                self._step.append((name, open_calls.pop(), result_hashes(result, (args, kwargs), self._rows)))
+                self._step.append((name, open_calls.pop(), result_hashes(result, _call(args, kwargs), self._rows)))
 
         for handle in (module.register_forward_pre_hook(before, with_kwargs=True),
                        module.register_forward_hook(after, with_kwargs=True)):
@@ -165,14 +175,17 @@ class Tracer:
             module, counter = self._stack[-1]
             name = f"{module}/{short}#{counter[short]}"
             counter[short] += 1
-            before = hashes((args, kwargs), self._rows)
+            before = self._inputs(args, kwargs)
             self._hold(name, args, kwargs, path)
             result = function(*args, **kwargs)
-            self._step.append((name, before, result_hashes(result, (args, kwargs), self._rows)))
+            self._step.append((name, before, result_hashes(result, _call(args, kwargs), self._rows)))
             return result
 
         setattr(owner, attribute, watched)
         undo.callback(setattr, owner, attribute, function)
+
+    def _inputs(self, args, kwargs) -> dict[str, torch.Tensor]:
+        return hashes(_call(args, kwargs), self._rows) | {GIVEN: _given(args, kwargs, self._rows)}
 
     def _hold(self, name: str, args, kwargs, path: str | None = None) -> None:
         if name in self.keep:
@@ -221,8 +234,8 @@ def differences(left: dict[str, dict], right: dict[str, dict]) -> list[dict]:
             continue
         written = one["written"] | other["written"]
         compared, differ = _differing(one["out"], other["out"], written)
-        given, unequal = _differing(one["in"], other["in"], set(one["in"]) - written)
-        made_here = (differ & given) - unequal
+        given, unequal = _differing(one["in"], other["in"], set(one["in"]) - written - {GIVEN})
+        made_here = (differ & given) - unequal - _differing(one["in"], other["in"], {GIVEN})[1]
         if compared:
             found.append({"site": name, "key": list(min(made_here or differ)) if differ else None,
                           "rows_differing": len(differ), "rows_compared": len(compared),

@@ -136,6 +136,50 @@ def test_a_scale_that_looks_like_a_row_is_no_difference():
     assert trace.first_difference(traced(model, BATCHED).sites, traced(model, ALONE).sites) is None
 
 
+class Asked(torch.nn.Module):
+    """A module around one call, whose arguments `given` makes of the rows; the call adds up all that it gets."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.given, self.inner = given, Adder()
+
+    def forward(self, x):
+        self.inner(*self.given(x))
+        return x
+
+
+class Adder(torch.nn.Module):
+    def forward(self, *given):
+        flat = given[0] if isinstance(given[0], tuple) else given
+        return sum(tensor * (place + 1) for place, tensor in enumerate(flat) if tensor is not None)
+
+
+@pytest.mark.parametrize("left, right", [
+    (lambda x: (x, None), lambda x: (x, x)),                      # one arm has a tensor that the other has not
+    (lambda x: (x, None, 2 * x), lambda x: (x, 2 * x, 3 * x)),    # and the next would take its name
+    (lambda x: ((x, None, 2 * x),), lambda x: ((x, 2 * x, 3 * x),))])
+def test_arguments_are_not_equal_because_an_optional_one_moved_them(left, right):
+    arms = [traced(torch.nn.Sequential(Asked(given)), BATCHED).sites for given in (left, right)]
+    found = trace.first_difference(*arms)
+    assert found["site"] == "0.inner" and not found["inputs_agree"] and not found["made_here"]
+
+
+def test_arguments_that_both_arms_leave_out_are_equal():
+    arms = [traced(torch.nn.Sequential(Asked(lambda x: (x, None, x))), BATCHED).sites for _ in range(2)]
+    for made in arms[1]["0.inner"]["out"].values():
+        made[("r", 3)] += 1
+    found = trace.first_difference(*arms)
+    assert found["inputs_agree"] and found["made_here"] == [{"site": "0.inner", "key": ["r", 3]}]
+
+
+def test_a_call_without_a_row_among_its_arguments_has_no_equal_inputs():
+    arms = [traced(torch.nn.Sequential(Asked(lambda x: (x[:0], None))), BATCHED).sites for _ in range(2)]
+    arms[0]["0.inner"], arms[1]["0.inner"] = ({"in": each["0.inner"]["in"], "out": {"r": {("r", 3): at}},
+                                               "written": {"r"}} for at, each in enumerate(arms))
+    found = trace.first_difference(*arms)
+    assert found["site"] == "0.inner" and not found["inputs_agree"]
+
+
 def test_a_step_that_is_not_the_batch_read_is_refused(ops):
     tracer = trace.Tracer(Model(ops))
     tracer.begin(3)
