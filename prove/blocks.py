@@ -66,7 +66,10 @@ def alternate(call: Callable, messages: list[dict], quads: int, kept: Record, ui
         kept.data["stopped"] = f"after {len(rows)} of {quads} quads: {why}"
         ui.say(kept.data["stopped"])
     for side in ("off", "on"):
-        call(side, "decode_end")
+        try:
+            _asked(call, side, "decode_end")
+        except _Stopped as why:  # all that it was asked to time is timed
+            kept.data.setdefault("stopped", f"after {len(rows)} of {quads} quads: {why}")
     return rows
 
 
@@ -78,13 +81,18 @@ def _quad(call: Callable, index: int) -> dict:
     one, other = ("off", "on") if index % 2 == 0 else ("on", "off")  # neither side always goes first
     busy, found = machine.Busy(), {"off": [], "on": []}
     for side in (one, other, other, one):
-        try:
-            found[side].append(call(side, "decode", steps=STEPS, untimed=UNTIMED))
-        except EngineError as error:
-            if error.kind != "failed":
-                raise
-            raise _Stopped(f"{side}: {error}") from None
+        found[side].append(_asked(call, side, "decode", steps=STEPS, untimed=UNTIMED))
     return {"busy_cores": round(busy.mean(), 2), "stolen_cores": round(busy.stolen(), 2), "first": one, **found}
+
+
+def _asked(call: Callable, side: str, op: str, **arguments):
+    """What a side answers. One that raises ends the run; one that is gone fails it."""
+    try:
+        return call(side, op, **arguments)
+    except EngineError as error:
+        if error.kind != "failed":
+            raise
+        raise _Stopped(f"{side}: {error}") from None
 
 
 def step(blocks: list[dict], key: str = "seconds") -> float:

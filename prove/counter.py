@@ -194,12 +194,15 @@ def _arms(recipe: Recipe, ui: UI, work: workload.Workload, kept: record.Record, 
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         whole, arms = pool.submit(run, "with", env), [pool.submit(without, slug) for slug in chosen]
         for arm in concurrent.futures.as_completed(arms):
-            row(*arm.result())
+            if not arm.exception():  # else it is raised below, when the others have their rows
+                row(*arm.result())
         rows, refused, bound = whole.result()
     equal = not refused and all(r["state"] == "equal" for r in rows)
     kept.data["engines"]["with"] = {"lock": bound or {"state": "refused"}}
     kept.row({"patch": WITH_ALL, "state": "equal" if equal else "failed", "why": refused or "", "rows": rows})
     ui.note(f"{WITH_ALL}: {kept.data['rows'][-1]['state']}")
+    for arm in arms:
+        arm.result()
     return bound
 
 

@@ -142,6 +142,20 @@ def test_a_full_cache_ends_the_run_and_what_was_timed_counts(run):
     assert host.calls[-2:] == [("off", "decode_end"), ("on", "decode_end")]
 
 
+def test_an_engine_that_cannot_drop_its_requests_costs_no_quad(run):
+    host, call = Host(), Host.call
+
+    def kept_back(side, op, **arguments):
+        answer = call(host, side, op, **arguments)
+        if (side, op) == ("off", "decode_end"):
+            raise EngineError("failed", "blocks are still in use")
+        return answer
+    host.call = kept_back
+    found, data = run(host)
+    assert found["quads"] == 40 and blocks.enough(found) and "blocks are still in use" in data["stopped"]
+    assert host.calls[-1] == ("on", "decode_end")
+
+
 def test_an_engine_that_dies_is_no_end_of_a_run_but_a_failure(run):
     host, call = Host(), Host.call
     host.call = lambda side, op, **arguments: (_ for _ in ()).throw(EngineError("died", "it")) if op == "decode" \

@@ -58,6 +58,21 @@ def test_a_row_says_what_the_engine_and_what_the_counter_tests_found(run):
     assert rows["unseen"]["why"].startswith("Counter-Tests: unseen failed; engine unseen")
 
 
+def test_a_patch_that_cannot_be_left_out_fails_the_command_and_costs_no_other_row(run, monkeypatch):
+    copy = counter.copy_without
+
+    def refuse(site, folder, slug):
+        if slug == "needed":
+            raise ValueError("apply.py apply --without needed: exit 1")
+        copy(site, folder, slug)
+    monkeypatch.setattr(counter, "copy_without", refuse)
+    with pytest.raises(ValueError, match="--without needed"):
+        run()
+    data = json.loads((run.site.parent / "counter-fake.json").read_text())
+    assert {row["patch"] for row in data["rows"]} == {"(all patches)", "refuses", "breaks", "unseen", "by-test"}
+    assert not data["complete"] and not data["passed"]
+
+
 def test_a_record_grows_while_the_lock_is_the_same(run, monkeypatch):
     states, data = run(tests_only=True)
     assert run.calls == [] and not data["complete"]
