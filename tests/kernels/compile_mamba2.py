@@ -28,13 +28,12 @@ def _type(name: str) -> str:
     return "*i32" if name in INTEGERS else "*fp32" if name in FLOATS else "*bf16"
 
 
-def compiled(kernel, fixed: dict, warps: int, stages: int) -> dict[str, str]:
+def compiled(kernel, fixed: dict, **options) -> dict[str, str]:
     names = kernel.arg_names
     types = {name: "constexpr" if name in fixed else _type(name) for name in names}
     hints = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names)
              if name not in fixed and name not in INTEGERS and name not in UNHINTED}
     source = ASTSource(kernel, types, constexprs=fixed, attrs=hints)
-    options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 
 
@@ -53,7 +52,8 @@ if __name__ == "__main__":
     tile = min(mamba2_state.CHANNELS, head_dim)
     common = {"H": heads, "P": head_dim, "G": groups, "N": state, "Q": mamba2_replay.CHUNK,
               "C": mamba2_pieces.COHORTS, "BP": tile, "WIDEN": False}
-    scan = {**common, "BM": mamba2_scan.TILE, "BH": min(mamba2_scan.HEADS, heads // groups)}
-    codes = {"scan": compiled(mamba2_scan._scan_kernel, scan, mamba2_scan.WARPS, mamba2_scan.STAGES),
-             "state": compiled(mamba2_state._state_kernel, common, mamba2_state.WARPS, mamba2_state.STAGES)}
+    scan = {**common, "BM": mamba2_scan.TILE}
+    codes = {"scan": compiled(mamba2_scan._scan_kernel, scan, num_warps=mamba2_scan.WARPS),
+             "state": compiled(mamba2_state._state_kernel, common, num_warps=mamba2_state.WARPS,
+                               num_stages=mamba2_state.STAGES)}
     print(json.dumps({name: state_products(code, tile, state) for name, code in codes.items()}))

@@ -2,7 +2,7 @@
 import torch
 from vllm.zero_mismatch import mamba2_pieces, mamba2_replay, mamba2_scan
 
-# H, P, G, N, Q: groups of four phases, two tiles a chunk, two tiles of channels a head, two heads a scan's program.
+# H, P, G, N, Q: groups of four phases, two tiles a chunk, two tiles of channels a head, two heads a group.
 SMALL = (8, 64, 4, 16, mamba2_replay.CHUNK)
 NAN = float("nan")
 

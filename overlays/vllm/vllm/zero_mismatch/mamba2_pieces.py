@@ -31,7 +31,7 @@ STATE = tl.constexpr(1)     # index of the state at the chunk's start in the ste
 FIRST = tl.constexpr(2)     # first new row
 END = tl.constexpr(3)       # one past the last new row
 TOKEN = tl.constexpr(4)     # the step's token that is row FIRST
-IN_RING = tl.constexpr(5)   # rows [0, IN_RING) are read from the ring, the others from the step
+IN_RING = tl.constexpr(5)   # rows [BEGIN, IN_RING) are read from the ring, the others from the step
 KEEP = tl.constexpr(6)      # 1: write the new rows to the ring; 0: their dt and decay go to the step's scratch
 BEGIN = tl.constexpr(7)     # the chunk's first row: 0 but in a cohort's first chunk
 WIDTH = tl.constexpr(8)
@@ -129,7 +129,7 @@ class DecodeTable:
         self.chunk, self.table = chunk, table.to(device)
 
     def fill(self, seq_lens: torch.Tensor) -> Pieces:
-        """seq_lens: [requests] int32, each counting the token that this step computes."""
+        """seq_lens: [requests] int32, contiguous, each counting the token that this step computes."""
         count = seq_lens.shape[0]
         if count > self.table.shape[0]:
             raise ValueError(f"Mamba-2 decode: found {count} requests, expected at most {self.table.shape[0]}. "

@@ -72,14 +72,13 @@ def ring_dtypes(activations: torch.dtype) -> tuple[torch.dtype, ...]:
 def check_sizes(sizes: tuple[int, int, int, int, int]) -> None:
     heads, head_dim, groups, state, chunk = sizes
     powers = all(v >= 16 and v & (v - 1) == 0 for v in (head_dim, state))
-    ratio = heads // groups if groups and heads % groups == 0 else 0
-    shared = min(mamba2_scan.HEADS, ratio)
-    if not powers or not ratio or ratio % shared or state > 256 or chunk != CHUNK:
+    grouped = heads >= groups > 0 and heads % groups == 0
+    if not powers or not grouped or state > 256 or chunk != CHUNK:
         raise ValueError(
             f"batch-invariant Mamba-2: found heads={heads}, head_dim={head_dim}, groups={groups}, state={state}, "
             f"chunk={chunk}; expected head_dim and state to be powers of two from 16 (state up to 256), heads a "
-            f"multiple of groups by 1 or a multiple of {mamba2_scan.HEADS}, and chunks of {CHUNK} rows whatever the "
-            "model's chunk_size. Unset VLLM_BATCH_INVARIANT for this model."
+            f"multiple of groups, and chunks of {CHUNK} rows whatever the model's chunk_size. "
+            "Unset VLLM_BATCH_INVARIANT for this model."
         )
 
 
