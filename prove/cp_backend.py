@@ -21,8 +21,19 @@ class Backend(trainer_backend.Backend):
             raise ValueError(f"found {found} GPUs, expected {ranks}: each rank takes one; show more of them in "
                              "CUDA_VISIBLE_DEVICES")
         torch.cuda.set_device(rank)
+        self._invariant()
         self._join("nccl", rank, ranks, store)
         self.start_seconds = time.monotonic() - started
+
+    def _invariant(self) -> None:
+        """PyTorch's GEMMs and reductions as the engine's init_batch_invariance sets them in the lone actor's process, so
+        that nothing but the sharing parts the gradients: PyTorch by itself may add up the parts of a sum in BF16. What
+        that function sets of NCCL is left out: it holds a collective to one channel."""
+        import torch
+        from vllm.model_executor.determinism.batch_invariant import enable_batch_invariant_mode
+
+        enable_batch_invariant_mode()
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
 
     def _join(self, transport: str, rank: int, ranks: int, store: str) -> None:
         import torch

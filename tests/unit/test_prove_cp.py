@@ -1,4 +1,5 @@
 """What `prove cp` compares, without an engine; with one: tests/upstream/test_cp.py."""
+import sys
 import types
 
 import numpy as np
@@ -67,3 +68,22 @@ def test_the_distance_of_two_updates_is_relative_to_the_update(tmp_path):
     assert distance(lone, lone) == 0
     assert distance(lone, {"a": torch.ones(2), "b": torch.tensor([1.0, -1.0])}) == 1.0
     assert distance({"a": torch.zeros(2), "b": torch.zeros(2)}, lone) is None, "theirs moved no weight"
+
+
+def test_a_rank_multiplies_as_the_engines_process_does(monkeypatch):
+    calls, vllm = [], "vllm.model_executor.determinism.batch_invariant"
+    for at in range(1, vllm.count(".") + 1):
+        name = ".".join(vllm.split(".")[:at + 1])
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules[vllm].enable_batch_invariant_mode = lambda: calls.append("invariant")
+    for of, value in (("device_count", lambda: 2), ("set_device", lambda rank: calls.append(rank))):
+        monkeypatch.setattr(torch.cuda, of, value)
+    monkeypatch.setattr(cp_backend.Backend, "_join", lambda self, *arguments: calls.append(arguments))
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
+    try:
+        cp_backend.Backend(rank=1, ranks=2, store="there")
+        assert products.fp32_precision == "ieee"
+    finally:
+        products.fp32_precision = before
+    assert calls == [1, "invariant", ("nccl", 1, 2, "there")]
