@@ -26,9 +26,9 @@ class Backend(trainer_backend.Backend):
         self.start_seconds = time.monotonic() - started
 
     def _invariant(self) -> None:
-        """PyTorch's GEMMs and reductions as the engine's init_batch_invariance sets them in the lone actor's process, so
-        that nothing but the sharing parts the gradients: PyTorch by itself may add up the parts of a sum in BF16. What
-        that function sets of NCCL is left out: it holds a collective to one channel."""
+        """PyTorch's GEMMs and reductions as the engine's init_batch_invariance sets them in the lone actor's process:
+        nothing but the sharing shall part the gradients, and PyTorch by itself may add up the parts of a sum in BF16.
+        What that function sets of NCCL is left out: it holds a collective to one channel."""
         import torch
         from vllm.model_executor.determinism.batch_invariant import enable_batch_invariant_mode
 
