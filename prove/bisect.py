@@ -4,6 +4,7 @@ Two arms are run on one eager engine. First untraced, to find requests whose log
 call hashed, to find the first call, in order of execution, with an output row that differs; then once more keeping the
 arguments of that call, and of the next ones in which a row with equal inputs comes out different: prove/repro.py turns
 the first that can be replayed without the engine into a file of its own, which is then run in a process of its own.
+Where all of them agree the logits and the sampler are watched (prove/tail.py).
 """
 from __future__ import annotations
 
@@ -148,7 +149,7 @@ class _Search:
         self.ui.note(f"{len(left['sites'])} and {len(right['sites'])} watched calls")
         finding = first_difference(*(read_sites(each, watch) for each in traces))
         if finding is None:
-            finding = {"site": None, "why": "every watched call agrees on every row: the logits or the sampler differ"}
+            finding = self._behind(watch)
         else:
             try:
                 finding["repro"] = self._repro(finding["made_here"], watch, environment, logs)
@@ -156,18 +157,34 @@ class _Search:
                 finding["repro"] = {"form": None, "why": str(error)}
         return finding | {"watched": watch, "missing": left["missing"]}
 
+    def _behind(self, watch: dict[str, int]) -> dict:
+        """Where every watched call of the forward agrees on every row: the logits or the sampler."""
+        self.ui.note("the forward agrees; tracing the logits and the sampler")
+        said = "every watched call of the forward agrees on every row"
+        try:
+            traces = [self._run(arm, side, watch, op="trace_behind") for arm, side in self._sides()]
+        except EngineError as error:
+            return {"site": None, "why": f"{said}: the logits or the sampler differ, and could not be watched: {error}"}
+        finding = first_difference(*(read_sites(each, watch) for each in traces))
+        if finding is None:
+            return {"site": None, "why": f"{said}, and so do the logits and the sampler: the difference does not come "
+                                         "back when it is watched"}
+        return finding | {"repro": {"form": None, "why": "no file is made of what comes behind the forward"}}
+
     def _sides(self):
         return zip(self.arms, ("left", "right"), strict=True)
 
     def _call(self, op: str, **arguments):
         return self.engine.call_by(self.deadline, op, **arguments)
 
-    def _run(self, arm: str, side: str, watch: dict[str, int], **more) -> dict:
+    def _run(self, arm: str, side: str, watch: dict[str, int], op: str = "trace", **more) -> dict:
         build, how = ARMS[arm]
         messages = build(self.work, self.base)
         if how.get("one_by_one"):
             messages = [m for m in messages if m["id"] in watch]
-        return self._call("trace", requests=messages, watch=watch, functions=self.functions, arm=side, **how, **more)
+        if op == "trace":
+            more |= {"functions": self.functions, "arm": side}
+        return self._call(op, requests=messages, watch=watch, **how, **more)
 
     def _repro(self, made_here: list[dict], watch: dict[str, int], environment: dict[str, str],
                logs: pathlib.Path) -> dict:

@@ -29,6 +29,8 @@ LATE_STEPS = 10  # after an abort: a step may still be under way, and its blocks
 
 
 class Backend:
+    SCORES = "vllm.v1.worker.gpu.sample.prompt_logprob:compute_prompt_logprobs_with_chunking"
+
     def __init__(self, *, model: str, flags: dict, weights_script: str | None = None, emit=lambda message: None):
         started = time.monotonic()
         from vllm.engine.arg_utils import EngineArgs
@@ -165,11 +167,16 @@ class Backend:
         finally:
             self.runner.execute_model = execute
         self.held[arm] = tracer.kept
-        names = {name: index for index, name in enumerate(watch)}
-        return {"missing": tracer.missing, "sites": [
-            {"name": name, "written": sorted(site["written"]),
-             **{side: _packed(site[side], names) for side in ("in", "out")}}
-            for name, site in tracer.sites.items() if not keep]}
+        return {"missing": tracer.missing, "sites": [] if keep else _sites(tracer.sites, watch)}
+
+    def op_trace_behind(self, *, watch: dict[str, int], requests: list[dict], **run) -> dict:
+        """The same for what a step computes after the model's forward."""
+        from prove.tail import Tail
+
+        tail = Tail(self.runner, self.SCORES, _row_keys, watch, {r["id"]: len(r["prompt"]) for r in requests})
+        with tail.installed():
+            self.op_run(**{**run, "requests": requests, "graphs": "off"})
+        return {"sites": _sites(tail.sites, watch)}
 
     def op_repro(self, *, site: str, folder: str, name: str, env: dict[str, str]) -> dict:
         """Reduces the two held calls to a file that shows the difference by itself. env: what vLLM has to see there."""
@@ -280,6 +287,12 @@ def _row_keys(batch) -> list[tuple[str, int]]:
         rows = range(int(batch.query_start_loc_np[index]), int(batch.query_start_loc_np[index + 1]))
         keys += [(name.rpartition("-")[0].rpartition(".")[0], positions[row]) for row in rows]
     return keys
+
+
+def _sites(sites: dict[str, dict], watch: dict[str, int]) -> list[dict]:
+    names = {name: index for index, name in enumerate(watch)}
+    return [{"name": name, "written": sorted(site["written"]),
+             **{side: _packed(site[side], names) for side in ("in", "out")}} for name, site in sites.items()]
 
 
 def _packed(side: dict[str, dict], names: dict[str, int]) -> dict[str, list[dict]]:

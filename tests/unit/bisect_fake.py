@@ -1,7 +1,8 @@
 """A backend for `prove bisect` that needs no GPU: vLLM's own tracing of prove over a small torch model, in which
 planted_ops.mix (written by the test, found by PYTHONPATH) adds up in another order where more than 4 rows run together.
 
-flags["fault"] == "sampler" lets a logprob depend on the request's place, behind the model, where no call is watched.
+flags["fault"]: "logits" lets the logits depend on the request's place in the step, "sampler" what is made of them, and
+"answers" the answers, behind everything that is watched; "no logits" makes of the logits another number of rows.
 """
 import os
 import types
@@ -44,23 +45,51 @@ class Model(torch.nn.Module):
             x = layer(x)
         return x
 
+    def compute_logits(self, hidden):
+        return hidden * 2
+
 
 class Runner:
-    def __init__(self):
-        self.model, self.execute_model_state, self.hidden = Model(), None, None
+    """What prove reads of vLLM's: a step is execute_model and then sample_tokens."""
+
+    def __init__(self, fault):
+        self.model, self.execute_model_state, self.hidden, self.fault = Model(), None, None, fault
+        if fault == "logits":
+            self.model.compute_logits = lambda hidden: hidden * 2 + torch.arange(len(hidden))[:, None]
+        if fault == "no logits":
+            self.model.compute_logits = lambda hidden: hidden[:1] * 2
 
     @torch.inference_mode()
     def execute_model(self, step):
         self.hidden = self.model(torch.tensor(step.tokens))
         self.execute_model_state = types.SimpleNamespace(input_batch=types.SimpleNamespace(
             num_tokens=len(step.tokens), positions=torch.tensor(step.positions), req_ids=step.names,
-            query_start_loc_np=np.asarray(step.starts)))
+            query_start_loc_np=np.asarray(step.starts), logits_indices=torch.tensor(step.starts[1:] - 1)))
+
+    @torch.inference_mode()
+    def sample_tokens(self, tokens, targets):
+        """The words of the last row of each request, and where `targets` are asked for, those of every row."""
+        batch = self.execute_model_state.input_batch
+        self.execute_model_state = None
+        sampled, _, _ = self.sample(self.hidden, batch, tokens)
+        words = sampled.logprobs_tensors.logprobs[:, 0].tolist()
+        scored = planted_ops.scores(targets, self.hidden, self.model.compute_logits, 0) if targets is not None else None
+        return words, scored and scored[1][:, 0].tolist()
+
+    def sample(self, hidden_states, input_batch, tokens):
+        logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
+        words = logits.sum(-1, keepdim=True) + torch.arange(len(tokens))[:, None] * (self.fault == "sampler")
+        made = types.SimpleNamespace(logprob_token_ids=torch.tensor(tokens)[:, None], logprobs=words)
+        return types.SimpleNamespace(logprobs_tensors=made), None, None
 
 
 class Backend(vllm_backend.Backend):
+    SCORES = "planted_ops:scores"
+
     def __init__(self, *, model, flags, weights_script=None, emit=None):
         assert flags["enforce_eager"]
-        self.runner, self.held, self.fault = Runner(), {}, flags.get("fault")
+        self.fault = flags.get("fault")
+        self.runner, self.held = Runner(self.fault), {}
 
     def info(self):
         return {"versions": {"vllm": "fake"}, "gpu": "none", "vllm_path": os.environ["FAKE_SITE"] + "/vllm",
@@ -77,16 +106,16 @@ class Backend(vllm_backend.Backend):
         rows, answers = {r["id"]: (list(r["prompt"]), 0) for r in requests}, {r["id"]: ([], []) for r in requests}
         scored = {}
         while rows:
-            hidden = self._step(rows)
+            seeds = [request["seed"] for request in requests if request["id"] in rows]
+            words, prompts = self._step(rows, seeds, any(r.get("prompt_logprobs") for r in requests))
             for place, request in enumerate(requests):
                 name = request["id"]
                 if name not in rows:
                     continue
                 tokens, done = rows[name]
-                words = [word + (place if self.fault == "sampler" else 0) for word in hidden[name]]
-                scored.setdefault(name, words[:-1])
+                scored.setdefault(name, prompts.get(name, [])[:-1])
                 answers[name][0].append((tokens[-1] * 31 + request["seed"]) % VOCAB)
-                answers[name][1].append(words[-1])
+                answers[name][1].append(words[name] + (place if self.fault == "answers" else 0))
                 rows[name] = (tokens + answers[name][0][-1:], len(tokens))
                 if len(answers[name][0]) == request["max_tokens"]:
                     del rows[name]
@@ -94,16 +123,20 @@ class Backend(vllm_backend.Backend):
                        **({"prompt_words": pack(_bits(scored[name]))} if _forced(requests, name) else {})}
                 for name, (tokens, words) in answers.items()}
 
-    def _step(self, rows):
-        """Runs what each request has not run yet; the last row's words of each."""
+    def _step(self, rows, seeds, scoring):
+        """Runs what each request has not run yet: the word that each samples, and the words of all its rows."""
         new = {name: tokens[done:] for name, (tokens, done) in rows.items()}
         starts = np.cumsum([0, *map(len, new.values())])
         self.runner.execute_model(types.SimpleNamespace(
             total_num_scheduled_tokens=int(starts[-1]), tokens=sum(new.values(), []),
             positions=sum((list(range(done, len(tokens))) for tokens, done in rows.values()), []),
             names=[f"{name}.1-0a1b" for name in new], starts=starts))
-        sums = self.runner.hidden.sum(-1).tolist()
-        return {name: sums[starts[i]:starts[i + 1]] for i, name in enumerate(new)}
+        following = sum(([*tokens[done + 1:], 0] for tokens, done in rows.values()), [])
+        words, scored = self.runner.sample_tokens(
+            [(tokens[-1] * 31 + seed) % VOCAB for (tokens, _), seed in zip(rows.values(), seeds, strict=True)],
+            torch.tensor(following) if scoring else None)
+        return (dict(zip(new, words, strict=True)),
+                {name: scored[starts[i]:starts[i + 1]] for i, name in enumerate(new)} if scoring else {})
 
 
 def _forced(requests, name):

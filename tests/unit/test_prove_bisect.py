@@ -5,13 +5,14 @@ import pathlib
 import resource
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
 
 import torch
 
-from prove import bisect, recipe, record, repro, trace, ui, workload
+from prove import bisect, recipe, record, repro, tail, trace, ui, workload
 from prove.engine import EngineError, pack
 from prove.rollout import Answers
 
@@ -28,6 +29,11 @@ def mix(x, weight):
 
 def scale(x, out):
     out.copy_(x * 3)
+
+def scores(tokens, hidden, logits_of, count):
+    '''In chunks, as prompts are scored.'''
+    words = [logits_of(hidden[at:at + 100]).sum(-1, keepdim=True) for at in range(0, len(hidden), 100)]
+    return tokens[:, None], torch.cat(words), None
 """
 
 
@@ -432,10 +438,51 @@ def test_an_operator_that_is_not_watched_is_found_as_its_layer_which_cannot_be_s
     assert "gone" in data["finding"]["missing"][0] and not data["passed"]
 
 
-def test_a_difference_behind_the_watched_calls_is_said_to_be_there(command):
-    data = command(("decode", "decode-reversed"), fault="sampler")
-    assert data["finding"]["site"] is None and "the logits or the sampler differ" in data["finding"]["why"]
+@pytest.mark.parametrize("fault", ["logits", "sampler"])
+def test_a_difference_made_behind_the_forward_is_named(fault, command):
+    data = command(("decode", "decode-reversed"), fault=fault)
+    found = data["finding"]
+    assert found["site"] == fault and found["inputs_agree"] and found["repro"]["form"] is None
+    assert found["last_agreeing"] == {"logits": None, "sampler": "logits"}[fault]
     assert data["rows"][0]["state"] == "differs" and not data["passed"]
+
+
+def test_a_prompt_scored_otherwise_than_it_was_sampled_is_named(command, tmp_path):
+    """The sampler adds the place where it samples, and scoring, which has none, does not."""
+    (tmp_path / "planted_ops.py").write_text(PLANTED.replace("> 4", "> 40000"))  # the operator repaired
+    found = command(("decode", "prefill"), fault="sampler")["finding"]
+    assert found["site"] == "sampler" and found["inputs_agree"] and found["last_agreeing"] == "logits"
+
+
+@pytest.mark.parametrize("fault, why", [("answers", "so do the logits and the sampler"),
+                                        ("no logits", "could not be watched: trace_behind: RuntimeError: logits of ")])
+def test_a_difference_that_no_site_has_is_said_to_have_none(fault, why, command):
+    data = command(("decode", "decode-reversed"), fault=fault)
+    assert data["finding"]["site"] is None and why in data["finding"]["why"] and not data["passed"]
+
+
+def test_a_token_sampled_within_a_prompt_is_no_word_of_it(ops):
+    """At the end of a chunk one is sampled and thrown away; where the prompt is scored, its next token counts."""
+    class Runner:
+        model = types.SimpleNamespace(compute_logits=lambda hidden: hidden * 2)
+
+        def sample(self, hidden, batch, grammar):
+            logits = self.model.compute_logits(hidden[batch.logits_indices])
+            made = types.SimpleNamespace(logprob_token_ids=torch.tensor([[5], [6]]), logprobs=logits[:, :1])
+            return types.SimpleNamespace(logprobs_tensors=made), None, None
+    runner, functions = Runner(), (ops.scores, Runner.model.compute_logits)
+    rows = [("chunked", 0), ("chunked", 1), ("last", 2), ("last", 3), ("last", 4)]
+    watched = tail.Tail(runner, "planted_ops:scores", lambda batch: rows, {"chunked": 9, "last": 3},
+                        {"chunked": 4, "last": 4})
+    with watched.installed():
+        batch = types.SimpleNamespace(logits_indices=torch.tensor([1, 3]))
+        runner.sample(ROWS[:5], batch, None)
+        assert set(watched.sites["logits"]["out"]["logits"]) == {("chunked", 1), ("last", 3)}
+        assert watched.sites["sampler"]["out"]["token"] == {("last", 3): 6}
+        ops.scores(torch.arange(10, 15), ROWS[:5], runner.model.compute_logits, 0)
+    assert watched.sites["sampler"]["out"]["token"] == {
+        ("chunked", 0): 10, ("chunked", 1): 11, ("last", 2): 12, ("last", 3): 13}
+    assert (ops.scores, runner.model.compute_logits) == functions
 
 
 def test_missing_answers_are_no_agreement():
