@@ -27,6 +27,30 @@ def test_the_readme_quotes_the_records():
         assert " / ".join(f"{batch[key]:.2f}" for batch in found["mamba2"]["decode"]) in readme
     top_k = [cell["ratio"] for cell in found["topk"]["cells"]]
     assert f"takes {min(top_k):.2f} to {max(top_k):.2f} of the time" in readme
+    dsv4, nemotron = (found[f"bench-{name}-tiny"] for name in ("deepseek-v4", "nemotron-3.5-lightning"))
+    assert f"DeepSeek-V4 {dsv4['ratio']:.2f} (wanted 0.88), Nemotron-H {nemotron['ratio']:.2f} (wanted 0.85)" in readme
+    kernels = [made["kernels_us"]["off"] / made["kernels_us"]["on"] for made in (dsv4, nemotron)]
+    assert "own ratio is {:.2f} and {:.2f}".format(*kernels) in readme
+    speeds = [found[f"unchanged-{name}-tiny"]["speed"] for name in ("deepseek-v4", "nemotron-3.5-lightning")]
+    assert "{:.2f} for DeepSeek-V4 and {:.2f} for Nemotron-H".format(*(made["ratio"] for made in speeds)) in readme
+    assert "up to {:.0%} and {:.0%} from 1".format(*(made["noise"] for made in speeds)) in readme
+
+
+def test_the_readme_quotes_what_the_trainers_cost():
+    readme = (ROOT / "README.md").read_text()
+    dsv4, nemotron = (json.loads((ROOT / f"evidence/cost-{name}.json").read_text())
+                      for name in ("deepseek-v4-tiny-train", "nemotron-3.5-lightning-tiny"))
+
+    def quoted(data, arms, key):
+        found = [row[key] for row in data["rows"] if row["arm"] in arms]
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    assert f"forward and backward {quoted(dsv4, ['aligned'], 'both_ratio')} of Megatron's ordinary BF16" in readme
+    assert f"with recomputation {quoted(dsv4, ['aligned, recomputed'], 'both_ratio')}" in readme
+    every = ["aligned", "aligned, recomputed"]
+    assert f"forward {quoted(nemotron, every, 'forward_ratio')} of the ordinary path" in readme
+    low, high = (f"{float(figure):.1f}" for figure in quoted(nemotron, every, "both_ratio").split(" to "))
+    assert f"forward and backward **{low} to {high}** by the clock" in readme
 
 
 @pytest.fixture

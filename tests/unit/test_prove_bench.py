@@ -94,7 +94,42 @@ def test_the_ratio_is_of_blocks_and_the_loss_is_shared_out(made, tmp_path):
      "sampling and logprobs"),
 ])  # fmt: skip
 def test_a_kernel_of_deepseek_v4_counts_for_the_operator_that_launched_it(kernel, operator):
-    operators = recipe.load("deepseek-v4", "tiny").data["bench"]["operators"]
+    assert_counts_for("deepseek-v4", kernel, operator)
+
+
+@pytest.mark.parametrize(("kernel", "operator"), [
+    ("_selective_scan_update_kernel", "Mamba-2 scan"),
+    ("_scan_kernel", "Mamba-2 scan"),
+    ("_decay_kernel", "Mamba-2 decay"),
+    ("_causal_conv1d_update_kernel", "Mamba-2 convolution"),
+    ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm",
+     "attention"),
+    ("void flash::prepare_varlen_num_blocks_kernel<16, false>(int, int, int, int const*)", "attention"),
+    ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16, __nv_bfloat16, (vllm::Fp8KVCacheDataType)0>",
+     "attention"),
+    ("kernel_unified_attention", "attention"),
+    ("nvjet_sm90_tst_64x24_64x16_2x4_h_bz_TNT", "other BF16 GEMM"),
+    ("matmul_kernel_persistent", "other BF16 GEMM"),
+    ("nvjet_sm90_tss_8x64_64x16_2x4_h_bz_TNN", "fp32 GEMM (router)"),
+    ("_mm_fp32_kernel", "fp32 GEMM (router)"),
+    ("void vllm::moe::single_group_topk::detail::single_group_topk_warp_kernel<float, float, int>", "router"),
+    ("fused_moe_kernel", "experts GEMM"),
+    ("void vllm::activation_kernel<c10::BFloat16, &(c10::BFloat16 vllm::relu_squared_kernel<c10::BFloat16>",
+     "experts permute and combine"),
+    ("triton_poi_fused_pow_relu_0", "experts permute and combine"),
+    ("triton_red_fused__to_copy_mean_mul_pow_silu_view_0", "gated norm"),
+    ("triton_poi_fused__to_copy_add_mean_mul_pow_rsqrt_silu_view_1", "gated norm"),
+    ("_layer_norm_fwd_1pass_kernel", "gated norm"),
+    ("triton_per_fused_fused_add_rms_norm_2", "norms and quantisation"),
+    ("_gumbel_sample_kernel", "sampling and logprobs"),
+    ("precopy_mamba_align_fused_kernel", "other"),
+])  # fmt: skip
+def test_a_kernel_of_nemotron_h_counts_for_the_operator_that_launched_it(kernel, operator):
+    assert_counts_for("nemotron-3.5-lightning", kernel, operator)
+
+
+def assert_counts_for(name, kernel, operator):
+    operators = recipe.load(name, "tiny").data["bench"]["operators"]
     times = bench.by_operator([{"name": kernel, "us": 40.0}], 20, operators)
     assert {name: us for name, us in times.items() if us} == {operator: 2.0}
 
