@@ -8,7 +8,9 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FIGURE = ROOT / "docs" / "figures" / "proven.svg"
-TRAIN = "train-nemotron-3.5-lightning-tiny"
+TRAIN = {"train-nemotron-3.5-lightning-tiny": ("Nemotron-H, BF16", "-"),
+         "train-nemotron-3.5-lightning-tiny-quantised": ("Nemotron-H, FP8 and NVFP4", "--"),
+         "train-deepseek-v4-tiny-train": ("DeepSeek-V4, FP8", ":")}
 ON, OFF = "rollout-deepseek-v4-tiny", "contrast-deepseek-v4-tiny"
 CASES = {"prefill-batched": "decode against\nprefill", "reversed": "other order\nof arrival",
          "twice": "the same run\nagain"}
@@ -28,17 +30,19 @@ def rows(name: str) -> dict[str, dict]:
 
 
 def draw_training(axes) -> None:
-    updates = [row for case, row in rows(TRAIN).items() if case.startswith("update")]
-    steps = range(1, len(updates) + 1)
-    axes.plot(steps, [row["reward"] for row in updates], color=BLUE)
+    words = axes.twinx()
+    for name, (label, style) in TRAIN.items():
+        updates = [row for case, row in rows(name).items() if case.startswith("update")]
+        steps = range(1, len(updates) + 1)
+        axes.plot(steps, [row["reward"] for row in updates], style, color=BLUE, label=label)
+        words.plot(steps, [row["scored"]["differing_words"] for row in updates], style, color=RED)
     axes.set(xlabel="update", ylabel="reward of the toy task", ylim=(0, 1.05))
     axes.yaxis.label.set_color(BLUE)
-    words = axes.twinx()
-    words.plot(steps, [row["scored"]["differing_words"] for row in updates], color=RED)
+    axes.legend(loc="upper left", frameon=False)
     words.set(ylabel="differing words of 4,096", ylim=(-0.05, 1))
     words.set_yticks([0])
     words.yaxis.label.set_color(RED)
-    axes.set_title("Nemotron-H: rollout against trainer")
+    axes.set_title("Rollout against trainer, three models")
 
 
 def draw_contrast(axes) -> None:
@@ -65,7 +69,7 @@ def main() -> None:
     draw_training(left)
     draw_contrast(right)
     FIGURE.parent.mkdir(exist_ok=True)
-    drawn_from = "\n".join(f"{name} {digest(name)}" for name in (TRAIN, ON, OFF))
+    drawn_from = "\n".join(f"{name} {digest(name)}" for name in (*TRAIN, ON, OFF))
     figure.savefig(FIGURE, metadata={"Date": None, "Description": drawn_from})
 
 
