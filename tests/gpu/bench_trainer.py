@@ -50,9 +50,7 @@ def deepseek(recompute=False):
     from megatron.zero_mismatch.linear_fp8 import OperandCache
     from megatron.zero_mismatch.models import deepseek_v4
     from megatron.zero_mismatch.version_guard import WeightGuard
-    from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
 
-    init_batch_invariance()
     config = json.loads(DEEPSEEK.read_text())
     with torch.device("cuda"):
         made = deepseek_v4.DeepseekV4(deepseek_v4.Shape.from_hf(config), kernels_dsv4.from_vllm(),
@@ -129,6 +127,9 @@ def main() -> None:
     if args.model == "nemotron":
         arms = {"ordinary": model(Ordinary), "aligned": model(NemotronH), "aligned, recompute": model(NemotronH, True)}
     else:
+        from vllm.model_executor.determinism.batch_invariant import init_batch_invariance
+
+        init_batch_invariance()
         arms = {"aligned": deepseek()}
     rows = []
     for lengths in BATCHES[args.model]:

@@ -95,11 +95,10 @@ def _paged_scene():
 
 
 def _paged_logits(rows, scene, invariant, monkeypatch):
-    import vllm.envs as envs
     from vllm.utils import deep_gemm
 
     lengths, table, _, _, cache, q, weights = scene
-    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", invariant, raising=False)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
     context = torch.tensor([[lengths[row]] for row in rows], dtype=torch.int32, device="cuda")
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     schedule = deep_gemm.get_paged_mqa_logits_metadata(context, PAGE, sms)

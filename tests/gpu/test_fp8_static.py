@@ -1,17 +1,13 @@
 """On the GPU: FP8 projections with one scale a tensor (Cutlass) give a row the same bits at every M.
 
 As released, its tile follows M (at 16, 64, 128 and 8192 rows); under VLLM_BATCH_INVARIANT=1 it follows N alone
-(scaled_mm_sm90_fp8_dispatch.cuh). vLLM reads the variable once, so set it for this file's pytest.
+(scaled_mm_sm90_fp8_dispatch.cuh).
 """
-import os
-
 import pytest
 import torch
 from mm_cases import assert_same_bits
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or os.environ.get("VLLM_BATCH_INVARIANT") != "1",
-    reason="needs a CUDA GPU and VLLM_BATCH_INVARIANT=1")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 BATCHES = (1, 4, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 1000, 4097, 8193)
 # in_proj, out_proj, an MLP and qkv of a model 2,688 wide; in_proj and out_proj of the tiny one: [N, K]
 SHAPES = [(10304, 2688), (2688, 4096), (3712, 2688), (2688, 3712), (4608, 2688), (4112, 512), (512, 1024)]

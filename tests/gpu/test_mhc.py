@@ -69,35 +69,47 @@ def test_nan_rows_leave_their_neighbours_alone():
     assert_same_bits(got[:, ::2], clean[:, ::2], "rows beside NaN")
 
 
-def _post_pre(data, rows, monkeypatch, batch_invariant):
+@pytest.fixture
+def switch(monkeypatch):
+    """Turns batch invariance on or off. The split of a shape is computed once: the other one's is forgotten."""
     kernels = pytest.importorskip("vllm.model_executor.kernels.mhc.tilelang_kernels", reason="needs vLLM and TileLang")
+
+    def to(on):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(on)))
+        kernels.compute_num_split.cache_clear()
+
+    yield to
+    kernels.compute_num_split.cache_clear()
+
+
+def _post_pre(data, rows):
     from vllm.model_executor.kernels.mhc.tilelang import mhc_fused_post_pre_tilelang
 
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(batch_invariant)))
-    kernels.compute_num_split.cache_clear()
     return mhc_fused_post_pre_tilelang(
         data["x"][rows], data["residual"][rows], data["post"][rows], data["comb"][rows], data["fn"], data["scale"],
         data["base"], 1e-6, 1e-6, 1e-6, 2.0, 20, norm_weight=data["norm"], norm_eps=1e-6,
     )
 
 
-def test_post_and_next_pre_keep_a_tokens_bits(monkeypatch):
+def test_post_and_next_pre_keep_a_tokens_bits(switch):
+    switch(True)
     data = _data()
-    whole = _post_pre(data, slice(None), monkeypatch, True)
+    whole = _post_pre(data, slice(None))
     for tokens in TOKENS:
         rows = slice(LONG - tokens, None)
-        for name, got, want in zip(("residual", "post", "comb", "input"), _post_pre(data, rows, monkeypatch, True),
-                                   whole, strict=True):
+        for name, got, want in zip(("residual", "post", "comb", "input"), _post_pre(data, rows), whole,
+                                   strict=True):
             assert_same_bits(got, want[rows], f"{name} of {tokens} tokens")
 
 
-def test_stock_post_and_next_pre_change_a_tokens_bits(monkeypatch):
+def test_stock_post_and_next_pre_change_a_tokens_bits(switch):
     """Counter-test: without batch invariance the same call, at 1, 32, 33 and 8192 tokens."""
+    switch(False)
     data = _data()
-    whole = _post_pre(data, slice(None), monkeypatch, False)
+    whole = _post_pre(data, slice(None))
     changed = 0
     for tokens in (1, 32, 33):
         rows = slice(0, tokens)
-        got = _post_pre(data, rows, monkeypatch, False)
+        got = _post_pre(data, rows)
         changed += sum(differing_words(g, w[rows]) for g, w in zip(got, whole, strict=True))
     assert changed, "stock mHC gave the same bits at every T: the patches may no longer be needed"

@@ -1,35 +1,32 @@
 """On the GPU: the same backward twice has the same bits, for both models of the trainer on vLLM's kernels.
 
-Run alone, for the engine's replacements of aten operators stay in the process, as they do in an actor's:
+With the engine's replacements of aten operators in the process, as in an actor's:
 
-    VLLM_BATCH_INVARIANT=1 python -m pytest tests/gpu/test_repeatable_gradients.py -q -s
+    python -m pytest tests/gpu/test_repeatable_gradients.py -q -s
 
 The second backward shares the GPU with work of another stream, so its threads arrive in another order. Prints how many
 words differ, and for one block of DeepSeek-V4's attention what adding up its rows takes, beside index_add_, whose words
 do differ from run to run.
 """
-import os
-
+import bench_trainer
 import pytest
 import torch
-
-os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
-
-import bench_trainer
 from megatron.zero_mismatch import attention_sparse
 from megatron.zero_mismatch.models.nemotron_h import NemotronH
 from megatron.zero_mismatch.packing import Packed
 from mm_cases import differing_words
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("actor"),
+]
 MODELS = {"deepseek-v4": bench_trainer.deepseek, "nemotron": lambda: bench_trainer.model(NemotronH)}
 # Tokens of the embedding's gradient: fewer than 3,072, and more, where another kernel adds them up.
 LENGTHS = ((664, 577, 321), bench_trainer.BATCHES["deepseek-v4"][1])
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def model(request):
-    pytest.importorskip("vllm.config", reason="needs the patched engine")
+def model(request, actor):
     return MODELS[request.param]()
 
 

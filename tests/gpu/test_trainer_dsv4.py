@@ -7,14 +7,9 @@ through the plain formula in fp64, relative to its norm. Needs the patched engin
 warm JIT caches. The bound on a BF16 gradient is its own rounding (2**-9) plus that of the BF16 products and operands in
 front of it (2**-8 each, a few in a row); fp32 gradients take BF16 inputs exactly.
 """
-import os
-
+import dsv4_engine as engine
 import pytest
 import torch
-
-os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
-
-import dsv4_engine as engine
 from mm_cases import differing_words
 
 from megatron.zero_mismatch import (

@@ -1,7 +1,7 @@
 """On the GPU: the whole DeepSeek-V4 trainer model on vLLM's kernels, without an engine. The recipe's tiny-train:
 some 35 GiB with the reference in fp32, where tiny would take 100.
 
-    VLLM_BATCH_INVARIANT=1 python -m pytest tests/gpu/test_trainer_dsv4_model.py -q -s
+    python -m pytest tests/gpu/test_trainer_dsv4_model.py -q -s
 
 Prints: seconds of a forward and of a step with and without the cache of quantised weights, peak memory, and the least
 cosine of a parameter's gradient to autograd through the independent model in fp32 (prove/reference_deepseek_v4.py) at
@@ -10,16 +10,12 @@ values it is FP8, by which a sink's gradient, a sum of few terms that nearly can
 0.8 is for wiring: a term that is missing or transposed falls below it.
 """
 import json
-import os
 import pathlib
 import time
 
 import pytest
-import torch
-
-os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
-
 import tiny_deepseek_v4
+import torch
 from mm_cases import differing_words
 
 from megatron.zero_mismatch import kernels_dsv4

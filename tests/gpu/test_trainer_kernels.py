@@ -1,19 +1,11 @@
-"""The trainer's table of vLLM kernels: within tolerance of its PyTorch references, and rows that no packing moves.
-
-vLLM reads the switch when it is imported: VLLM_BATCH_INVARIANT=1 python -m pytest tests/gpu/test_trainer_kernels.py
-"""
-import os
-
+"""The trainer's table of vLLM kernels: within tolerance of its PyTorch references, and rows that no packing moves."""
 import pytest
 import torch
 from megatron.zero_mismatch import kernels
 from megatron.zero_mismatch.mamba2 import Sizes
 from megatron.zero_mismatch.packing import Packed
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.skipif(os.environ.get("VLLM_BATCH_INVARIANT") != "1", reason="run alone, with VLLM_BATCH_INVARIANT=1"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 BF16 = torch.bfloat16
 ALONE, PACKED = (300,), (129, 300, 1, 128, 5)  # the sequence of 300 tokens by itself, and second of five
 

@@ -1,13 +1,12 @@
 """The quantised Nemotron-H trainer's operators on the GPU: the bits of vLLM's own layers, and gradients against fp64.
 
-The layers are upstream's classes, called as its models call them. vLLM reads the switch when it is imported:
-VLLM_BATCH_INVARIANT=1 python -m pytest tests/gpu/test_trainer_nemotron_quantised.py
+The layers are upstream's classes, called as its models call them.
 """
-import os
 import types
 
 import pytest
 import torch
+from humming_experts import Experts, routed
 from mamba2_cases import assert_same_bits
 from megatron.zero_mismatch import (
     attention,
@@ -20,10 +19,7 @@ from megatron.zero_mismatch import (
 from megatron.zero_mismatch.batched import matmul
 from megatron.zero_mismatch.packing import Packed
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.skipif(os.environ.get("VLLM_BATCH_INVARIANT") != "1", reason="run alone, with VLLM_BATCH_INVARIANT=1"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 PAGE, HEADS, KV_HEADS, DIM = 1408, 8, 2, 128
 # A product of BF16 operands, accumulated in fp32 and rounded once, is off by 2**-9; a gradient has up to five such
 # roundings behind each other (mamba2_replay.TOLERANCE).
@@ -190,15 +186,7 @@ def test_attention_gradient_is_that_of_what_was_read():
 
 @pytest.fixture(scope="module")
 def engine():
-    from test_experts_humming import Experts
-
     return Experts("tiny")
-
-
-def routed(engine, tokens):
-    from test_experts_humming import _routed
-
-    return _routed(engine, tokens)
 
 
 def test_conversion_has_the_engines_bits_and_reads_back(engine):
