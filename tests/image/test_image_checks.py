@@ -6,8 +6,8 @@ import image_checks
 import image_manifest
 import image_pins
 import pytest
+from fat_binary import container, elf, entry
 from image_stage import ROOT
-from test_image_arch import container, elf, entry
 
 from patchset import pins
 from patchset.lock import Lock

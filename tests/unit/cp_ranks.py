@@ -11,7 +11,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import conftest  # noqa: F401 - makes the overlays importable
-import test_model_deepseek_v4 as deepseek
+import small_deepseek_v4 as deepseek
 import tiny_nemotron
 import tiny_nemotron_quantised
 import torch

@@ -18,6 +18,7 @@ import time
 import types
 
 import pytest
+from toy_release import toy
 
 from patchset import fetch
 from patchset.errors import DirtyTarget, LockMismatch, NeedsWork, UsageError
@@ -47,11 +48,6 @@ def build_sdist(folder: pathlib.Path, version: str = "1.0", filling: bytes = b""
 
 def sha256(path: pathlib.Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def toy(digest: str, version: str = "1.0", **more) -> tuple[Upstream, Release]:
-    release = Release(version=version, sdist=digest, **more)
-    return Upstream("toy", "toy-core", "toy_core", "build/toy", version, {version: release}), release
 
 
 @pytest.fixture(autouse=True)
@@ -324,7 +320,7 @@ def test_without_any_pip_the_error_lists_what_was_tried(links, monkeypatch, tmp_
 
 
 def run_in_child(code: str, **options) -> subprocess.Popen:
-    """A Python of its own that imports this module's helpers; killed or limited without harm to the test run."""
+    """A Python of its own that imports the helpers of this folder; killed or limited without harm to the test run."""
     path = os.pathsep.join([str(ROOT), str(pathlib.Path(__file__).parent)])
     return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], text=True, stderr=subprocess.PIPE,
                             env=os.environ | {"PYTHONPATH": path}, **options)
@@ -348,7 +344,7 @@ def test_a_killed_download_leaves_nothing_that_counts_and_the_next_one_cleans_up
     normal, Handler._archive = Handler._archive, slowly
     try:
         child = run_in_child(f"""
-            from test_fetch import toy
+            from toy_release import toy
             from patchset import fetch
             fetch.sdist(*toy({release.sdist!r}))
         """)
@@ -372,7 +368,7 @@ def test_no_room_for_the_archive_is_told_and_leaves_nothing(links, tmp_path):
     upstream, release = toy(sha256(links / "toy_core-1.0.tar.gz"))
     child = run_in_child(f"""
         import resource, signal
-        from test_fetch import toy
+        from toy_release import toy
         from patchset import fetch
         from patchset.errors import NeedsWork
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -427,7 +423,7 @@ def test_the_archive_is_never_held_in_memory(index):
     child = run_in_child(f"""
         import resource
         from patchset import fetch
-        from test_fetch import toy
+        from toy_release import toy
         resource.setrlimit(resource.RLIMIT_AS, (350 << 20, 350 << 20))
         fetch.sdist(*toy({digest!r}))
     """)

@@ -10,6 +10,7 @@ import time
 import types
 
 import pytest
+from blocks_fake import Engine
 
 from prove import blocks, machine, ui
 from prove.engine import EngineError
@@ -170,26 +171,6 @@ def test_no_quad_begins_that_would_not_end_in_time(run):
 
 
 # ---- the engine's side
-
-
-class Engine:
-    """An engine whose `rows` requests are all decoding after a few steps, and after `most` steps not any more."""
-
-    def __init__(self, rows=3, most=10**9, joins=2):
-        self.runner = types.SimpleNamespace(execute_model=lambda output: self.seen.append(gc.isenabled()))
-        self.rows, self.most, self.joins, self.taken, self.seen, self.aborted = rows, most, joins, 0, [], None
-
-    def has_unfinished_requests(self):
-        return True
-
-    def step(self):
-        self.taken += 1
-        count = self.rows if self.joins < self.taken <= self.most else 1
-        self.runner.execute_model(types.SimpleNamespace(num_scheduled_tokens=dict.fromkeys(range(count), 1),
-                                                        total_num_scheduled_tokens=count))
-
-    def abort_request(self, names):
-        self.aborted = names
 
 
 def test_a_block_is_so_many_steps_and_no_garbage_is_collected_in_it():

@@ -4,6 +4,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from blocks_fake import Engine
 
 from prove import host, steps, vllm_backend
 from prove.engine import unpack
@@ -138,8 +139,6 @@ def test_every_tokens_logprob_stands_at_its_id_and_one_that_is_not_listed_is_a_n
 
 
 def test_requests_that_decode_in_blocks_are_dropped_at_the_end_and_the_step_under_way_is_waited_for(monkeypatch):
-    from test_prove_blocks import Engine
-
     class Late(Engine):
         """Gives its blocks back in the second step after the abort."""
         def reset_prefix_cache(self):

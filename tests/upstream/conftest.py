@@ -60,3 +60,11 @@ def megatron_tree(store, tmp_path):
 @pytest.fixture
 def site(store, tmp_path):
     return delivery.link_copy(store.site(), tmp_path / "site")
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    """vLLM's workspaces, on the CPU."""
+    from topk_cases import stub_workspaces
+
+    return stub_workspaces(monkeypatch, slots=2)

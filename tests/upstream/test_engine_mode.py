@@ -2,7 +2,10 @@
 import functools
 import os
 import pathlib
+import shutil
+import subprocess
 import sys
+import textwrap
 import types
 
 import pytest
@@ -123,3 +126,32 @@ def test_the_switch_is_on_before_any_gpu_test_is_imported_and_elsewhere_untouche
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     load(pathlib.Path(ROOT, "tests", "gpu", "conftest.py"))
     assert os.environ["VLLM_BATCH_INVARIANT"] == found
+
+
+FILES = {
+    "test_a.py": """
+        import sys, types
+
+        def test_leaves_the_operators():
+            engine = types.ModuleType("vllm.model_executor.determinism.batch_invariant")
+            engine._batch_invariant_MODE = True
+            sys.modules[engine.__name__] = engine
+        """,
+    "test_b.py": """
+        import sys
+
+        def test_mends_it():
+            sys.modules["vllm.model_executor.determinism.batch_invariant"]._batch_invariant_MODE = False
+        """,
+}
+
+
+def test_the_file_that_leaves_something_fails_and_not_the_next_one(tmp_path):
+    for name in ("conftest.py", "engine_mode.py"):
+        shutil.copy(ROOT / "tests" / "gpu" / name, tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rE", "."], cwd=tmp_path,
+                          env=os.environ | {"VLLM_BATCH_INVARIANT": "1"}, capture_output=True, text=True, check=False)
+    assert "2 passed, 1 error" in done.stdout, done.stdout + done.stderr
+    assert "ERROR test_a.py::test_leaves_the_operators" in done.stdout and "aten operators" in done.stdout

@@ -3,71 +3,14 @@ import types
 
 import pytest
 import torch
-from topk_cases import stub_workspaces
+from topk_stubs import CANDIDATES, INDEXER, Called, IndexerMetadata, K, envs, run_indexer, stops
 from upstream_source import define, patched, stock
 
 from vllm.zero_mismatch import indexer_topk, topk
 
-INDEXER = "vllm/model_executor/layers/sparse_attn_indexer.py"
 DECODE = "vllm/model_executor/layers/indexer_topk.py"
 ATTENTION = ["vllm/models/deepseek_v4/attention.py", "vllm/models/deepseek_v41/attention.py"]
-CANDIDATES = "vllm/model_executor/kernels/attention/dsa/candidate_blocks.py"
 COOPERATIVE = "vllm/models/deepseek_v41/nvidia/specialized_decode/attention/candidate_topk.py"
-K = 8
-
-
-@pytest.fixture
-def manager(monkeypatch):
-    return stub_workspaces(monkeypatch, slots=2)
-
-
-class _Called(Exception):
-    """A stock kernel was reached."""
-
-
-def _stops(name):
-    def call(*args, **kwargs):
-        raise _Called(name)
-
-    return call
-
-
-def _envs(batch_invariant):
-    return types.SimpleNamespace(VLLM_BATCH_INVARIANT=batch_invariant, VLLM_SPARSE_INDEXER_MAX_LOGITS_MB=1)
-
-
-class _IndexerMetadata(types.SimpleNamespace):
-    pass
-
-
-def _run_indexer(source, manager, metadata, logits, out, batch_invariant, chunk_width=64):
-    """Upstream's sparse_attn_indexer over given scores; metadata None is the profiling run."""
-    scope = {
-        "torch": torch, "envs": _envs(batch_invariant), "RADIX_TOPK_WORKSPACE_SIZE": 16,
-        "DeepseekV32IndexerMetadata": _IndexerMetadata,
-        "CUDAGraphMode": types.SimpleNamespace(FULL="full"),
-        "PrefillRowShard": types.SimpleNamespace(from_metadata=lambda *_: None),
-        "current_platform": types.SimpleNamespace(fp8_dtype=lambda: torch.uint8, is_xpu=lambda: False),
-        "current_workspace_manager": lambda: manager,
-        "get_forward_context": lambda: types.SimpleNamespace(
-            attn_metadata={"cache": metadata} if metadata else None, cudagraph_runtime_mode="none"),
-        "_resolve_layer_name": lambda name: name,
-        "_gather_workspace_shapes": lambda *_: (((64, 128), torch.uint8), ((64, 4), torch.uint8)),
-        "_reserve_row_shard_exchange_transient": lambda *_: None,
-        "sparse_attn_indexer_fake": lambda *_, **__: None,
-        "_merge_dcp_topk_global": lambda *_, **__: None,
-        "mqa_logits_mx_inputs": lambda q, scale, weights: (scale, weights),
-        "mqa_logits_use_mx_scales": lambda: False,
-        "fp8_fp4_mqa_logits": lambda *_, **__: logits,
-        "as_fp32_logits": lambda x, ends: x,
-        "ops": types.SimpleNamespace(cp_gather_indexer_k_quant_cache=lambda *_: None,
-                                     top_k_per_row_prefill=_stops("top_k_per_row_prefill")),
-    }
-    define(source, ["sparse_attn_indexer"], scope)
-    rows = logits.shape[0]
-    return scope["sparse_attn_indexer"](
-        torch.zeros(rows, 4), "cache", None, torch.zeros(rows, 1, 128), None, None, torch.zeros(rows, 1), 128, None, K,
-        128, 64, chunk_width, out, True, False, False, "")
 
 
 def _prefill_metadata(rows, width):
@@ -77,7 +20,7 @@ def _prefill_metadata(rows, width):
         local_total_seq_lens=width, skip_kv_gather=False, token_start=0, token_end=rows, pcp_deinterleave_idx=None,
         max_seqlen_k=width, block_table=None)
     prefill = types.SimpleNamespace(chunks=[chunk])
-    metadata = _IndexerMetadata(slot_mapping=ends, num_decodes=0, num_prefills=1, num_decode_tokens=0, prefill=prefill)
+    metadata = IndexerMetadata(slot_mapping=ends, num_decodes=0, num_prefills=1, num_decode_tokens=0, prefill=prefill)
     return metadata, ends
 
 
@@ -85,8 +28,8 @@ def test_patched_prefill_calls_the_deterministic_top_k(manager):
     logits = torch.randn(5, 40).round()
     metadata, ends = _prefill_metadata(5, 40)
     out = torch.full((5, K), -7, dtype=torch.int32)
-    _run_indexer(patched(INDEXER), manager, None, logits, out, True)  # the profiling run reserves the workspace
-    _run_indexer(patched(INDEXER), manager, metadata, logits, out, True)
+    run_indexer(patched(INDEXER), manager, None, logits, out, True)  # the profiling run reserves the workspace
+    run_indexer(patched(INDEXER), manager, metadata, logits, out, True)
     assert torch.equal(out, topk.top_k_reference(logits, ends, K))
 
 
@@ -94,17 +37,17 @@ def test_stock_prefill_calls_vllms_kernel(manager):
     logits, (metadata, _) = torch.randn(5, 40), _prefill_metadata(5, 40)
     for source, batch_invariant in ((stock(INDEXER), True), (patched(INDEXER), False)):
         out = torch.full((5, K), -7, dtype=torch.int32)
-        _run_indexer(source, manager, None, logits, out, batch_invariant)
+        run_indexer(source, manager, None, logits, out, batch_invariant)
         assert not manager.resources, "off, nothing is reserved"
-        with pytest.raises(_Called, match="top_k_per_row_prefill"):
-            _run_indexer(source, manager, metadata, logits, out, batch_invariant)
+        with pytest.raises(Called, match="top_k_per_row_prefill"):
+            run_indexer(source, manager, metadata, logits, out, batch_invariant)
 
 
 def _decode(source, batch_invariant, logits, lengths, next_n=1):
     out = torch.full((logits.shape[0], K), -7, dtype=torch.int32)
-    scope = {"torch": torch, "envs": _envs(batch_invariant), "Base": object}
+    scope = {"torch": torch, "envs": envs(batch_invariant), "Base": object}
     layer = define(source, ["SparseIndexerTopk.forward"], scope)["SparseIndexerTopk"]()
-    layer.resolve_backend = _stops("resolve_backend")
+    layer.resolve_backend = stops("resolve_backend")
     layer.forward(logits, lengths, next_n, out, K, 40)
     return out
 
@@ -117,14 +60,14 @@ def test_patched_decode_calls_the_deterministic_top_k(manager):
 
 
 def test_stock_decode_picks_a_kernel_by_the_number_of_rows(manager):
-    scope = {"torch": torch, "envs": _envs(True), "Base": object, "AUTO_COOPERATIVE_MAX_ROWS": 64}
+    scope = {"torch": torch, "envs": envs(True), "Base": object, "AUTO_COOPERATIVE_MAX_ROWS": 64}
     layer = define(stock(DECODE), ["SparseIndexerTopk._resolve_auto", "SparseIndexerTopk._cooperative_constraints"],
                    scope)["SparseIndexerTopk"]()
     layer._is_cuda = layer._cooperative_capable = True
     assert {rows: layer._resolve_auto(torch.zeros(rows, 8), 512, rows) for rows in (64, 65)} == {
         64: "cooperative", 65: "persistent"}
     for source, batch_invariant in ((stock(DECODE), True), (patched(DECODE), False)):
-        with pytest.raises(_Called):
+        with pytest.raises(Called):
             _decode(source, batch_invariant, torch.randn(2, 40), torch.tensor([40, 9], dtype=torch.int32))
 
 
@@ -143,7 +86,7 @@ def _shortcut(source, batch_longest, model_longest, batch_invariant):
 
     metadata = types.SimpleNamespace(max_seq_len=batch_longest, num_decode_tokens=3, num_prefill_tokens=0)
     eager = types.SimpleNamespace(is_current_stream_capturing=lambda: False)
-    scope = {"torch": types.SimpleNamespace(cuda=eager), "envs": _envs(batch_invariant), "Base": object,
+    scope = {"torch": types.SimpleNamespace(cuda=eager), "envs": envs(batch_invariant), "Base": object,
              "cast": lambda _, value: value,
              "get_forward_context": lambda: types.SimpleNamespace(attn_metadata={"cache": metadata}),
              "_fill_short_context_topk_indices": Fill(), "triton": topk.triton,
@@ -152,12 +95,12 @@ def _shortcut(source, batch_longest, model_longest, batch_invariant):
     layer.k_cache, layer.compress_ratio, layer.topk_tokens = types.SimpleNamespace(prefix="cache"), 4, K
     layer.max_model_len, layer.topk_indices_buffer = model_longest // 4, buffer
     layer.owns_k, layer.compressor = False, None
-    layer.forward_q = layer._wq_b_proj = _stops("scoring")
+    layer.forward_q = layer._wq_b_proj = stops("scoring")
     given = {"qr": None, "indexer_weights": None, "positions": positions, "rotary_emb": None}
     v4 = {"hidden_states": None, "compressed_kv_score": None, "skip_compressor": True}
     try:
         layer.forward(**given, **({"latent": None} if "latent" in layer.forward.__annotations__ else v4))
-    except _Called:
+    except Called:
         return None
     return buffer
 
@@ -204,8 +147,8 @@ def _candidates(source, batch_invariant, logits, ends, block):
     out = torch.full((logits.shape[0], K), -7, dtype=torch.int32)
     on_cuda = logits.as_subclass(type("OnCuda", (torch.Tensor,), {"is_cuda": True}))
     scope = {"torch": types.SimpleNamespace(Tensor=torch.Tensor, empty=torch.empty, int32=torch.int32),
-             "envs": _envs(batch_invariant), "triton": topk.triton, "has_deep_select": lambda: False,
-             "_block_scores_kernel": _BlockScores(block), "_store_candidates_kernel": {(3, 1): _stops("torch.topk")}}
+             "envs": envs(batch_invariant), "triton": topk.triton, "has_deep_select": lambda: False,
+             "_block_scores_kernel": _BlockScores(block), "_store_candidates_kernel": {(3, 1): stops("torch.topk")}}
     define(source, ["select_candidate_blocks"], scope)["select_candidate_blocks"](on_cuda, None, ends, K, block, out)
     return out
 
@@ -220,14 +163,14 @@ def test_patched_candidate_blocks_call_the_deterministic_top_k(manager):
 def test_stock_candidate_blocks_call_torch_topk(manager):
     ends = torch.tensor([200, 160, 3], dtype=torch.int32)
     for source, batch_invariant in ((stock(CANDIDATES), True), (patched(CANDIDATES), False)):
-        with pytest.raises(_Called, match=r"torch\.topk"):
+        with pytest.raises(Called, match=r"torch\.topk"):
             _candidates(source, batch_invariant, torch.zeros(3, 200), ends, 16)
 
 
 def test_patched_specialised_decode_never_takes_the_approximate_kernel():
     scope = {"AUTO_COOPERATIVE_MAX_ROWS": 64}
     for batch_invariant, taken in ((True, False), (False, True)):
-        scope["envs"] = _envs(batch_invariant)
+        scope["envs"] = envs(batch_invariant)
         supports = define(patched(COOPERATIVE), ["supports_cooperative_candidates"], scope)
         assert supports["supports_cooperative_candidates"](8, 64, 512) is taken
     stock_supports = define(stock(COOPERATIVE), ["supports_cooperative_candidates"], dict(scope))

@@ -10,12 +10,11 @@ import types
 import pytest
 import torch
 import upstream_source
-from test_topk_patches import CANDIDATES, INDEXER, K, _envs, _IndexerMetadata, _run_indexer, manager
+from topk_stubs import CANDIDATES, INDEXER, IndexerMetadata, K, envs, run_indexer
 from upstream_source import define, patched, stock
 
 from vllm.zero_mismatch import indexer_topk, topk
 
-__all__ = ["manager"]  # a fixture
 PLATFORM = "vllm/platforms/interface.py"
 GATE = "vllm/model_executor/layers/fused_moe/router/gate_linear.py"
 
@@ -32,7 +31,7 @@ def _tiers(source: str, batch_invariant: bool) -> types.SimpleNamespace:
              and (node.attr.startswith("allow_") or node.attr.endswith(("_capable", "_eligible")))}
     gate = types.SimpleNamespace(**dict.fromkeys(names, True))
     ours = [statement for statement in init.body if "VLLM_BATCH_INVARIANT" in ast.unparse(statement)]
-    scope = {"self": gate, "envs": _envs(batch_invariant), "can_use_specialized_kernels": True}
+    scope = {"self": gate, "envs": envs(batch_invariant), "can_use_specialized_kernels": True}
     exec(compile(ast.Module(ours, []), "<upstream>", "exec"), scope)
     gate.allow_specialized_router_gemm = gate.allow_ll_bf16_gemm = scope["can_use_specialized_kernels"]
     return gate
@@ -57,7 +56,7 @@ def _block_alignment(source: str, batch_invariant: bool, mode: str) -> int:
     rule = next(node for node in ast.walk(ast.parse(source)) if "mamba_page_size_padded" in ast.unparse(node)
                 and isinstance(node, ast.FunctionDef) and "kernel_block_alignment_size" in ast.unparse(node))
     ours = [node for node in rule.body if isinstance(node, ast.If) and "VLLM_BATCH_INVARIANT" in ast.unparse(node.test)]
-    scope = {"envs": _envs(batch_invariant), "lcm": math.lcm, "kernel_block_alignment_size": 96,
+    scope = {"envs": envs(batch_invariant), "lcm": math.lcm, "kernel_block_alignment_size": 96,
              "cache_config": types.SimpleNamespace(mamba_cache_mode=mode),
              "model_config": types.SimpleNamespace(get_mamba_chunk_size=lambda: 128)}
     exec(compile(ast.Module(ours, []), "<upstream>", "exec"), scope)
@@ -74,7 +73,7 @@ def test_stock_blocks_of_cached_mamba_states_ignore_the_chunk():
     assert _block_alignment(patched(PLATFORM), False, "align") == 96, "the patch must be free when off"
 
 
-def _packed(rows: int, width: int) -> tuple[_IndexerMetadata, torch.Tensor, torch.Tensor]:
+def _packed(rows: int, width: int) -> tuple[IndexerMetadata, torch.Tensor, torch.Tensor]:
     """Two requests whose scores stand side by side in one chunk."""
     starts = torch.tensor([0] * rows + [width] * rows, dtype=torch.int32)
     ends = starts + torch.arange(width - rows + 1, width + 1, dtype=torch.int32).repeat(2)
@@ -82,7 +81,7 @@ def _packed(rows: int, width: int) -> tuple[_IndexerMetadata, torch.Tensor, torc
         cu_seqlen_ks=starts, cu_seqlen_ke=ends, local_cu_seq_lens=ends, max_local_total_seq_lens=2 * width,
         local_total_seq_lens=2 * width, skip_kv_gather=False, token_start=0, token_end=2 * rows,
         pcp_deinterleave_idx=None, max_seqlen_k=width, block_table=None)
-    metadata = _IndexerMetadata(slot_mapping=ends, num_decodes=0, num_prefills=2, num_decode_tokens=0,
+    metadata = IndexerMetadata(slot_mapping=ends, num_decodes=0, num_prefills=2, num_decode_tokens=0,
                                 prefill=types.SimpleNamespace(chunks=[chunk]))
     return metadata, starts, ends
 
@@ -93,8 +92,8 @@ def test_prefill_counts_positions_from_a_rows_start_and_has_room_for_a_chunk(man
     half = torch.randn(rows, width).round(decimals=1)
     logits = half.repeat(2, 2)
     out = torch.full((2 * rows, K), -7, dtype=torch.int32)
-    _run_indexer(patched(INDEXER), manager, None, logits, out, True, chunk_width=2 * width)
-    _run_indexer(patched(INDEXER), manager, metadata, logits, out, True)
+    run_indexer(patched(INDEXER), manager, None, logits, out, True, chunk_width=2 * width)
+    run_indexer(patched(INDEXER), manager, metadata, logits, out, True)
     assert torch.equal(out, topk.top_k_reference(logits, ends, K, starts=starts))
     assert torch.equal(out[:rows], out[rows:]), "a request is served alike wherever its scores stand"
 
