@@ -1,6 +1,7 @@
 """Evidence that passed was made with the lock of today; anything else is a claim about another tree."""
 import json
 import pathlib
+import re
 import statistics
 from collections import Counter
 
@@ -43,6 +44,23 @@ def cell(readme, record_name):
     return text
 
 
+def differing(part):
+    """Every count of differing words below a part of a record; two GPUs beside one after an update is no claim."""
+    parts = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    for key, inner in parts:
+        if key == "differing_words":
+            yield inner
+        elif key != "beside_lone":
+            yield from differing(inner)
+
+
+def test_a_zero_in_the_table_is_every_comparison_of_its_record(readme, found):
+    zeros = re.findall(r"\[(?:0|lag \d)\]\(evidence/([^)]+)\.json\)", readme)
+    assert {name.split("-")[0] for name in zeros} == {"rollout", "served", "train", "cp", "async"}
+    for name in zeros:
+        assert all(set(differing(row)) == {0} for row in found[name]["rows"] if row["case"] != "gradients"), name
+
+
 def test_the_readme_quotes_the_curves(readme, found):
     for name in ("nemotron-3.5-lightning-tiny", "nemotron-3.5-lightning-tiny-quantised", "deepseek-v4-tiny-train"):
         curve = found[f"train-{name}"]["curve"]
@@ -65,7 +83,9 @@ def test_the_readme_quotes_the_speeds(readme, found):
         assert bench["floor"] == floor
         assert (f"[{bench['ratio']:.2f}](evidence/bench-{name}-tiny.json) (floor {floor}); kernels {kernels:.2f}"
                 in cell(readme, f"bench-{name}-tiny"))
-        assert f"speed {unchanged['speed']['ratio']:.2f}]" in cell(readme, f"unchanged-{name}-tiny")
+        values = unchanged["rows"][0]
+        assert (f"[{values['differing_words']} of {values['tokens']:,} words, speed {unchanged['speed']['ratio']:.2f}]"
+                in cell(readme, f"unchanged-{name}-tiny"))
         assert f"{unchanged['speed']['noise']:.0%}" in readme
 
 
@@ -195,6 +215,9 @@ def test_the_readme_quotes_what_was_compared(prose, found):
 def test_the_readme_quotes_the_kernels(readme, found):
     for key in ("worst_ratio", "average_ratio", "mixed_ratio"):
         assert " / ".join(f"{batch[key]:.2f}" for batch in found["mamba2"]["decode"]) in readme
+    assert f"a prefill of 8,192 tokens {found['mamba2']['prefill'][0]['us'] / 1e3:.2f} ms a layer" in readme
+    assert sum(one["vllm_rows_with_another_set"] for one in found["topk"]["cells"]) == 1
+    assert "(one row had another set;" in readme
     top_k = [one["ratio"] for one in found["topk"]["cells"]]
     assert f"takes {min(top_k):.2f} to {max(top_k):.2f} of the time" in readme
     gathered = [(one["gather_us"] + one["attention_us"]) / one["stock_decode_us"] for one in found["gather"]["results"]]
@@ -233,6 +256,21 @@ def test_the_readme_quotes_a_whole_step_of_the_trainer(readme, prose, found):
     again = "aligned, recomputed"
     without = extremes([ms[batch, f"{again}, no cache"] / ms[batch, again] for batch in batches], ".1f")
     assert f"without the cache by version forward and backward take {without} times" in prose
+    assert (f"Quantising anew takes {once / 1e3:.2f} s a version and the optimizer {optimizer['aligned'] / 1e3:.2f} s "
+            f"({optimizer['ordinary'] / 1e3:.2f})") in prose
+
+
+def test_the_readme_quotes_the_trainers_memory_and_launches(prose, found):
+    v4, nemotron = found["cost-deepseek-v4-tiny-train"], found["cost-nemotron-3.5-lightning-tiny"]
+    for cost in (v4, nemotron):
+        plain, again = ({f"{row['peak_ratio']:.2f}" for row in cost["rows"] if row["arm"] == arm}
+                        for arm in ("aligned", "aligned, recomputed"))
+        assert len(plain) == len(again) == 1, "two batches that differ: quote both"
+        assert f"peak memory {plain.pop()}, with recomputation {again.pop()}" in prose
+    optimizer, (ordinary, *_) = nemotron["optimizer_ms"], nemotron["rows"]
+    (aligned,) = (row for row in nemotron["rows"] if (row["batch"], row["arm"]) == (ordinary["batch"], "aligned"))
+    assert f"{aligned['launches']:,} against {ordinary['launches']:,}" in prose
+    assert f"the optimizer {optimizer['aligned']:.0f} ms against {optimizer['ordinary']:.0f}" in prose
 
 
 @pytest.fixture
