@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import pathlib
@@ -246,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     code, word = verdict(data)
     if args.json:
-        print(json.dumps(data, indent=1))
+        print(record.text(data))
     else:
         name = f"{os.path.relpath(args.out)}/{data['verb']}-{data['subject']}.json"
         screen.say(f"{word}{'' if data['complete'] else ' (incomplete)'}; record: {name}")

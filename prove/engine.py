@@ -82,16 +82,22 @@ class Engine:
             raise
 
     def _read(self, descriptor: int) -> None:
-        with os.fdopen(descriptor, "r", encoding="utf-8") as stream:
-            for line in stream:
-                self._answers.put(json.loads(line))
-        self._answers.put(None)
+        try:
+            with os.fdopen(descriptor, "r", encoding="utf-8") as stream:
+                for line in stream:
+                    self._answers.put(json.loads(line))
+        except ValueError:  # killed in the middle of a line
+            pass
+        finally:
+            self._answers.put(None)  # or a call would wait for its whole time
 
     def call_by(self, deadline: float, op: str, **arguments):
         """`call` with what is left until the deadline, and never less than a second."""
         return self.call(op, timeout=max(1.0, deadline - time.monotonic()), **arguments)
 
     def call(self, op: str, timeout: float, **arguments):
+        if self._command is None:  # an earlier call found it gone, or ended it
+            raise EngineError("died", self._obituary())
         try:
             _write_line(self._command, {"op": op, **arguments})
         except BrokenPipeError:
@@ -113,7 +119,8 @@ class Engine:
                 return answer["result"]
 
     def _obituary(self) -> str:
-        code = self.process.wait(timeout=10)
+        self.close(patience=10)  # one that only closed its pipe, or whose memory the driver still frees, gets a while
+        code = self.process.poll()
         tail = self.log_path.read_text(errors="replace").splitlines()[-25:]
         return "\n".join([f"the engine process ended with status {code}; the end of {self.log_path}:", *tail])
 

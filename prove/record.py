@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import os
 import pathlib
 import platform
@@ -86,15 +87,16 @@ class Record:
 
     def engine(self, name: str, info: dict, flags: dict, env: dict) -> dict:
         """Keeps what started and which tree it is; returns the latter."""
-        kept = {k: v for k, v in info.items() if k != "vllm_path"}  # a path of the machine, of no use elsewhere
-        lock = bind(_site(info))
+        # A path of the machine is of no use elsewhere.
+        kept = {k: v for k, v in info.items() if k not in ("vllm_path", "megatron_path")}
+        lock = bind(_site(info, "vllm"))
         self.data["engines"][name] = {**kept, "flags": _portable(flags), "env": env, "lock": lock}
         self.write()
         return lock
 
     def actor(self, info: dict) -> None:
         """The trainer beside that engine: its tree is bound as well."""
-        self.data["actor_lock"] = bind(_site(info), "megatron")
+        self.data["actor_lock"] = bind(_site(info, "megatron"), "megatron")
 
     @property
     def locked(self) -> bool:
@@ -116,14 +118,27 @@ class Record:
         if evidence.passed(self.path):
             os.replace(self.path, self.proof)
         partial = self.path.with_suffix(".json.partial")
-        partial.write_text(json.dumps(self.data, indent=1, allow_nan=False) + "\n")
+        partial.write_text(text(self.data) + "\n")
         os.replace(partial, self.path)
         if self.data["passed"]:
             self.proof.unlink(missing_ok=True)
 
 
-def _site(info: dict) -> pathlib.Path:
-    return pathlib.Path(info["vllm_path"]).parent
+def text(data: dict) -> str:
+    """As JSON, which has no NaN or infinity: a model that made one is written down and not lost to it."""
+    return json.dumps(_finite(data), indent=1, allow_nan=False)
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _site(info: dict, package: str) -> pathlib.Path:
+    return pathlib.Path(info[f"{package}_path"]).parent
 
 
 def _portable(flags: dict) -> dict:
