@@ -123,6 +123,8 @@ def prefix_turns(ctx) -> None:
         for request in ctx.work.requests:
             ctx.compare_words(request.id, ctx.base.decoded(request.id).words, answers.prompt_words(request.id),
                               tail=True)
+        hits = [len(answers.prompt_words(r.id)) > 0 for r in ctx.work.requests if answers.cached(r.id)]
+        ctx.require(2 * sum(hits) >= len(hits), f"half of {len(hits)} hits scored what follows them ({sum(hits)} did)")
         ctx.require_hits(answers, [r for r in ctx.work.requests if len(r.prompt) > ctx.block])
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from prove.engine import pack as pack_array
 from prove.scripts import load
-from prove.trainer_backend import MODELS
+from prove.trainer_backend import MODELS, megatron_path
 
 PAGE = 1152  # tokens of a KV page of Nemotron-H's private cache, as vLLM picks it for the checkpoint's sizes
 
@@ -60,7 +60,7 @@ class Backend:
         return {"versions": {"vllm": vllm.__version__, "torch": torch.__version__, "triton": triton.__version__,
                              "cuda": torch.version.cuda},
                 "gpu": torch.cuda.get_device_name(0), "vllm_path": str(pathlib.Path(vllm.__file__).parent),
-                "start_seconds": round(self.start_seconds, 1)}
+                "start_seconds": round(self.start_seconds, 1)} | megatron_path()
 
     # ---- ops
 

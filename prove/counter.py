@@ -100,7 +100,10 @@ def _arm_without(slug: str, site: pathlib.Path, env: dict[str, str], run) -> dic
     with tempfile.TemporaryDirectory(prefix=f"without-{slug}-", dir=site.parent) as folder:
         copy_without(site, pathlib.Path(folder), slug)
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
-        rows, refused, _ = run(slug, env | {"PYTHONPATH": path})
+        rows, refused, bound = run(slug, env | {"PYTHONPATH": path})
+    if bound and bound["state"] == "locked":
+        raise ValueError(f"without {slug}: the engine imported another vLLM, one with every patch, and not its copy; "
+                         "run it from a folder that has no vllm in it")
     state, why = verdict(rows, refused)
     return {"engine": state, "engine_why": why, "rows": rows}
 

@@ -110,7 +110,7 @@ class _Proof:
         how, path = {"sequences": self.sequences, "micro": MICRO}, str(self.folder / "gradients.pt")
         self.lone.call("save_gradients", **how, path=path)
         cut = self.lone.call("gradient_errors", sequences=self.sequences[::-1], micro=int(MICRO * SHARE), path=path)
-        found = compared_gradients(cut, self.together("gradient_errors", **how, path=path)[0])
+        found = compared_gradients(cut, self.together("gradient_errors", **how, path=path))
         over = [row["parameter"] for row in found if not row["error"] <= row["bound"]]
         seen = [row["parameter"] for row in found if row["own_share_error"] > row["bound"]]
         worst = max(found, key=lambda row: row["error"] / row["bound"])
@@ -158,13 +158,17 @@ def between(sequences: list[dict], left: dict, right: dict) -> Figures:
     return figures
 
 
-def compared_gradients(cut: dict, shared: dict) -> list[dict]:
+def compared_gradients(cut: dict, ranks: list[dict]) -> list[dict]:
     """A row a parameter, of what gradient_errors found. `cut`: of the lone actor itself with other micro-batches, which
-    is what rounding alone does; the bound is a multiple of it, as in prove/grad.py."""
+    is what rounding alone does; the bound is a multiple of it, as in prove/grad.py. A parameter has the largest error
+    among the ranks, and the least of their own shares: one that computed everything has the others idle."""
+    if lacking := sorted({name for rank in ranks for name in cut.keys() ^ rank.keys()}):
+        raise EngineError("failed", f"the gradients of {', '.join(lacking)} are not there on every side")
     rows = []
-    for name, found in shared.items():
-        error, own, usual = found["whole"], found["own"], cut[name]["whole"]
-        if not math.isfinite(error + usual + own):
+    for name in cut:
+        wholes, shares = ([rank[name][of] for rank in ranks] for of in ("whole", "own"))
+        error, own, usual = max(wholes), min(shares), cut[name]["whole"]
+        if not math.isfinite(sum(wholes + shares) + usual):
             raise EngineError("failed", f"the gradient of {name} is zero or no number: nothing to be near to")
         rows.append({"parameter": name, "error": error, "usual_error": usual, "own_share_error": own,
                      "bound": max(TIMES * usual, FLOOR)})

@@ -48,6 +48,7 @@ def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faul
         return _reference(Reference(config, weights, dtype, scales), sequences, draws, choices, read or {})
 
     expected, usual = by_reference(torch.float64), by_reference(torch.bfloat16, calibrated)
+    require_all(expected[0], {_engine_name(name, weights)[0] for name in found[0]})
     same = [by_reference(dtype, read=read) for dtype in (torch.float64, torch.bfloat16)] if calibrated else None
     sizes = {name: p.numel() for name, p in actor.model.named_parameters()}
 
@@ -102,6 +103,13 @@ def with_operands(rows: list[dict], sizes: dict[str, int]) -> list[dict]:
     """The rows of the comparison at the actor's operands. Nothing but BF16 parts its sides, as in a model that is not
     quantised: prove/grad.py's own multiple, and few numbers share the largest usual error here too."""
     return [row | {"operands": "the actor's"} for row in held_to_usual(rows, sizes, BF16_TIMES)]
+
+
+def require_all(expected: dict[str, torch.Tensor | None], names) -> None:
+    """A parameter that the loss depends on and that has no gradient in the actor is no row, and would be overlooked."""
+    if lacking := [name for name, gradient in expected.items()
+                   if name not in names and gradient is not None and gradient.any()]:
+        raise RuntimeError(f"the actor has no gradient of {', '.join(lacking)}; the reference has one")
 
 
 def _signs(sequences: list[torch.Tensor], draw: int) -> list[torch.Tensor]:

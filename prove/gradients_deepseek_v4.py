@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 
-from prove.gradients import DRAWS, VALUES, _signs, accumulate, held_to_usual, with_operands
+from prove.gradients import DRAWS, VALUES, _signs, accumulate, held_to_usual, require_all, with_operands
 from prove.reference_deepseek_v4 import Reference
 
 # Each in the backward alone: a router that learns nothing, mHC's mixing matrix transposed, a norm whose length does not
@@ -92,7 +92,11 @@ def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faul
             own = {VALUES: values} | actor.gradients()
             for side, pair in zip(sides, SIDES, strict=True):
                 if case is None:
-                    side.take(*(_reference(references[how[0]], sequences, signs, seen, *how[1:]) for how in pair), own)
+                    usual, expected = (_reference(references[how[0]], sequences, signs, seen, *how[1:])
+                                       for how in pair)
+                    require_all(expected, own)
+                    side.take(usual, expected, own)
+                    del usual, expected
                 side.add(case, own)
             actor.ddp.zero_grad_buffer()
         for side in sides:

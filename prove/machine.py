@@ -23,7 +23,7 @@ def turn(file: pathlib.Path | None, say, deadline: float):
         yield
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w") as held:
+    with file.open("a") as held:  # whatever it is, its content stays
         began = time.monotonic()
         while not _locked(held):
             if time.monotonic() > deadline:
@@ -39,7 +39,7 @@ def require_turn(file: pathlib.Path | None) -> None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w") as held:
+        with file.open("a") as held:
             _locked(held)  # whether it is free does not matter yet
     except OSError as error:
         raise ValueError(f"--turn {file}: it cannot be opened and locked ({error.strerror}); name a file in a folder "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import pathlib
 import time
 
@@ -27,6 +28,9 @@ class Backend(vllm_backend.Backend):
         if self.config is None:
             raise ValueError(f"{model} is no folder with a config.json; download the checkpoint and name its folder")
         self.actor = None
+
+    def info(self) -> dict:
+        return super().info() | megatron_path()
 
     # ---- ops
 
@@ -326,6 +330,16 @@ class Backend(vllm_backend.Backend):
             return reinforce_zero_loss(padded(own, True), padded(behind, True), mask, advantage,
                                        responses=responses).loss
         return loss
+
+
+def megatron_path() -> dict:
+    """For an engine's info: the `megatron` folder of the overlay that is imported. It need not lie beside vLLM, and
+    where it lies in several folders only one of them runs: a record is bound to that one."""
+    overlay = importlib.util.find_spec("megatron.zero_mismatch")
+    if overlay is None:
+        raise ValueError("found a Megatron without its overlay, expected the patched one: apply.py apply --upstream "
+                         "megatron (docs/install.md)")
+    return {"megatron_path": str(pathlib.Path(overlay.origin).parent.parent)}
 
 
 def _apart(side, want) -> float:

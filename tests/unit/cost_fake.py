@@ -26,7 +26,7 @@ class Backend(cost_backend.Backend):
 
     def info(self):
         return {"versions": {"vllm": "fake"}, "gpu": "none", "vllm_path": os.environ["FAKE_SITE"] + "/vllm",
-                "start_seconds": self.start_seconds}
+                "start_seconds": self.start_seconds, **cost_backend.megatron_path()}
 
     def _invariant(self):
         assert os.environ["VLLM_BATCH_INVARIANT"] == "1"

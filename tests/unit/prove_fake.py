@@ -2,9 +2,9 @@
 
 flags["fault"] plants what the harness must notice: "batch" lets a logprob depend on how many requests run together,
 "phase" lets prefill differ from decode in one place, "order" lets it follow the order of requests that read the cache,
-"nan", "lost" (an answer is missing), "hang", "die", "raise", "patched differs" (not from a folder named pristine),
-"unstable" (long prompts answer differently every time), "no profile" (the profiler saw no step). A file "fault" in the
-first folder of PYTHONPATH plants one.
+"nan", "lost" (an answer is missing), "unscored hits" (no prompt logprob behind a cached prefix), "hang", "die",
+"raise", "patched differs" (not from a folder named pristine), "unstable" (long prompts answer differently every time),
+"no profile" (the profiler saw no step). A file "fault" in the first folder of PYTHONPATH plants one.
 """
 import os
 import pathlib
@@ -26,10 +26,10 @@ def _word(prefix: bytes, token: int) -> int:
 
 class Backend:
     def __init__(self, *, model, flags, weights_script=None, emit=None):
-        self.fault, self.vocab = flags.get("fault"), 97
+        self.fault, self.vocab, self.site = flags.get("fault"), 97, os.environ["FAKE_SITE"]
         planted = pathlib.Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]) / "fault"
         if planted.is_file():
-            self.fault = planted.read_text()
+            self.fault, self.site = planted.read_text(), str(planted.parent)
         self.eager = flags.get("enforce_eager", False)
         invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
         self.rate, self.slow = (900.0, 80.0) if invariant else (1000.0, 50.0)
@@ -42,7 +42,7 @@ class Backend:
         emit({"event": "log", "text": "fake started"})
 
     def info(self):
-        return {"versions": {"vllm": "fake"}, "gpu": "none", "vllm_path": os.environ["FAKE_SITE"] + "/vllm",
+        return {"versions": {"vllm": "fake"}, "gpu": "none", "vllm_path": self.site + "/vllm",
                 "start_seconds": 0.0, "cache_block": BLOCK, "max_model_len": 8192, "max_num_seqs": 256,
                 "weights": "00"}
 
@@ -112,5 +112,6 @@ class Backend:
             scored = [_word(data[:8 * i], prompt[i]) for i in range(1, len(prompt))]
             if self.fault == "phase" or self.fault == "order" and self.backwards and answer["cached"]:
                 scored[-1] ^= 1 << 31
-            answer["prompt_words"] = pack(np.asarray(scored[answer["cached"]:], np.uint32))
+            behind = len(scored) if self.fault == "unscored hits" and answer["cached"] else answer["cached"]
+            answer["prompt_words"] = pack(np.asarray(scored[behind:], np.uint32))
         return answer

@@ -91,6 +91,13 @@ def test_a_turn_that_could_not_be_waited_for_is_refused_before_anything_starts(v
     assert not any((tmp_path / "logs").iterdir())
 
 
+def test_the_file_of_a_turn_keeps_what_was_in_it(tmp_path):
+    (tmp_path / "mine").write_text("not a lock")
+    machine.require_turn(tmp_path / "mine")
+    with machine.turn(tmp_path / "mine", lambda said: None, 0.0):
+        assert (tmp_path / "mine").read_text() == "not a lock"
+
+
 def test_a_turn_that_another_has_now_is_waited_for_later(tmp_path):
     with (tmp_path / "turn").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

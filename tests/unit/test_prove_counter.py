@@ -10,6 +10,10 @@ from prove.engine import EngineError
 FAKE = str(pathlib.Path(__file__).with_name("prove_fake.py"))
 
 
+def bound(folder):
+    return {"state": "other" if folder.name.startswith("without-") else "locked", "entry": "e", "digest": "d"}
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs the counter on a fake site: repatching it sets the fault that the fake engine then has."""
@@ -22,7 +26,7 @@ def run(tmp_path, monkeypatch):
         return {node: "passed" if node == "t::by-test" else "failed" for node in nodes}
     monkeypatch.setattr(counter_tests, "run", tests)
     monkeypatch.setattr(counter, "CASES", ("base", "alone"))
-    monkeypatch.setattr(record, "bind", lambda folder: {"state": "locked", "entry": "e", "digest": "d"})
+    monkeypatch.setattr(record, "bind", bound)
     made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": "m", "vocab": 97}, "engine": {}})
     site = tmp_path / "site"
     (site / "vllm").mkdir(parents=True)
@@ -73,6 +77,14 @@ def test_a_patch_that_cannot_be_left_out_fails_the_command_and_costs_no_other_ro
     assert not data["complete"] and not data["passed"]
 
 
+def test_an_arm_whose_engine_imports_another_vllm_than_its_copy_shows_nothing(run, monkeypatch):
+    """As from a folder that has a vllm in it, which comes before PYTHONPATH: every case would agree."""
+    monkeypatch.setattr(record, "bind", lambda folder: {"state": "locked", "entry": "e", "digest": "d"})
+    with pytest.raises(ValueError, match="without by-test: the engine imported another vLLM"):
+        run(["by-test"])
+    assert not json.loads((run.site.parent / "counter-fake.json").read_text())["complete"]
+
+
 def test_a_record_grows_while_the_lock_is_the_same(run, monkeypatch):
     states, data = run(tests_only=True)
     assert run.calls == [] and not data["complete"]
@@ -84,7 +96,7 @@ def test_a_record_grows_while_the_lock_is_the_same(run, monkeypatch):
     assert all("t::by-test" not in nodes for nodes in run.asked[1:])  # it had passed
     row = next(row for row in run(["needed"])[1]["rows"] if row["patch"] == "by-test")
     assert row["why"] == "Counter-Tests: 1 passed; engine unseen: every case agrees without it"
-    monkeypatch.setattr(record, "bind", lambda folder: {"state": "locked", "entry": "e", "digest": "another"})
+    monkeypatch.setattr(record, "bind", lambda folder: {**bound(folder), "digest": "another"})
     assert run(["by-test"])[0]["needed"] == "not run"
 
 

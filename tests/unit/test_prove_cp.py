@@ -34,10 +34,10 @@ def test_a_word_that_both_actors_lack_was_not_compared():
 
 
 def test_a_gradients_bound_is_what_other_micro_batches_do_to_it():
-    (row,) = cp.compared_gradients({"w": {"whole": 0.1, "own": 0.1}}, {"w": {"whole": 0.15, "own": 0.5}})
+    (row,) = cp.compared_gradients({"w": {"whole": 0.1, "own": 0.1}}, [{"w": {"whole": 0.15, "own": 0.5}}])
     assert row["usual_error"] == 0.1 and row["bound"] == pytest.approx(0.1 * cp.TIMES)
     assert row["error"] == 0.15 and row["own_share_error"] == 0.5
-    (row,) = cp.compared_gradients({"w": {"whole": 0.0, "own": 0.0}}, {"w": {"whole": 0.0, "own": 0.0}})
+    (row,) = cp.compared_gradients({"w": {"whole": 0.0, "own": 0.0}}, [{"w": {"whole": 0.0, "own": 0.0}}])
     assert row["bound"] == cp.FLOOR
 
 
@@ -46,7 +46,30 @@ def test_a_gradient_that_is_zero_or_no_number_is_no_yardstick(value):
     gradient = torch.full((2,), value)
     error = {"w": dict.fromkeys(("whole", "own"), trainer_backend._apart(gradient, gradient))}
     with pytest.raises(EngineError, match="the gradient of w"):
-        cp.compared_gradients(error, error)
+        cp.compared_gradients(error, [error])
+    fine = {"w": {"whole": 0.1, "own": 0.5}}
+    with pytest.raises(EngineError, match="the gradient of w"):
+        cp.compared_gradients(fine, [fine, error] if value else [error, fine])
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+def test_a_rank_that_computes_everything_while_the_other_idles_is_seen_whichever_it_is(idle):
+    shares = [{"w": {"whole": 0.1, "own": 0.1}}, {"w": {"whole": 0.1, "own": 1.0}}]
+    (row,) = cp.compared_gradients(shares[0], shares[::1 - 2 * idle])
+    assert row["own_share_error"] <= row["bound"]
+
+
+def test_the_worst_ranks_gradient_is_the_one_that_counts():
+    cut = {"w": {"whole": 0.1, "own": 0.1}}
+    (row,) = cp.compared_gradients(cut, [cut, {"w": {"whole": 0.7, "own": 0.8}}])
+    assert row["error"] == 0.7
+
+
+def test_a_parameter_without_a_gradient_on_one_side_is_no_agreement():
+    whole, fewer = ({name: {"whole": 0.1, "own": 0.5} for name in names} for names in ("vw", "v"))
+    for sides in ((whole, [whole, fewer]), (fewer, [whole, whole])):
+        with pytest.raises(EngineError, match="the gradients of w are not there on every side"):
+            cp.compared_gradients(*sides)
 
 
 def rank(tmp_path, **own) -> cp_backend.Backend:

@@ -79,6 +79,16 @@ def test_no_path_of_the_machine_reaches_a_record(tmp_path):
     assert "/somewhere" not in kept.path.read_text() and "/here" not in kept.path.read_text()
 
 
+def test_the_trainers_tree_is_the_one_that_it_imported_and_not_the_one_beside_vllm(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "bind", lambda site, upstream="vllm": f"{upstream} of {site}")
+    kept = record.Record("train", "m", {}, tmp_path)
+    info = {"vllm_path": "/a/vllm", "megatron_path": "/b/megatron"}
+    assert kept.engine("first", info, {}, {}) == "vllm of /a"
+    kept.actor(info)
+    kept.write()
+    assert kept.data["actor_lock"] == "megatron of /b" and "/b/megatron" not in kept.path.read_text()
+
+
 def test_a_declared_commit_stands_where_there_is_no_history(tmp_path, monkeypatch):
     monkeypatch.setattr(record.Record, "declared_commit", "abc")
     assert record.Record("rollout", "m", {}, tmp_path).data["commit"] == "abc"
@@ -104,3 +114,12 @@ def test_a_damaged_lock_says_how_to_get_it_back(text, tmp_path):
     (tmp_path / "patchset.lock").write_text(text)
     with pytest.raises(ValueError, match="patchset.lock is damaged .*git checkout"):
         record.bind(tmp_path, lock_path=tmp_path / "patchset.lock")
+
+
+def test_a_number_that_json_does_not_have_costs_no_record(tmp_path):
+    kept = record.Record("grad", "m", {}, tmp_path)
+    kept.row({"parameter": "w", "errors": (float("nan"), float("inf"), 0.5)})
+    kept.finish(True, False, norms=[float("-inf")])
+    data = json.loads(kept.path.read_text(), parse_constant=pytest.fail)
+    assert data["rows"] == [{"parameter": "w", "errors": ["nan", "inf", 0.5]}] and data["norms"] == ["-inf"]
+    assert json.loads(record.text(kept.data), parse_constant=pytest.fail) == data  # what --json prints

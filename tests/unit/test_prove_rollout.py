@@ -66,6 +66,11 @@ def test_dependence_on_the_phase_is_found_by_the_prefill(run):
     assert not data["passed"] and data["rows"][-1]["first"]["request"] == "r000"
 
 
+def test_hits_behind_which_nothing_was_scored_show_nothing(run):
+    row = run("unscored hits", ["prefix-turns"])["rows"][-1]
+    assert row["state"] == "vacuous" and "hits scored what follows them (0 did)" in row["unmet"][0]
+
+
 def test_prompt_logprobs_that_follow_the_order_of_cache_readers_are_found(run):
     data = run("order", ["reversed", "prefix-warm", "prefix-turns"])
     assert states(data) == {"base": "equal", "reversed": "equal", "prefix-warm": "equal", "prefix-turns": "differs"}

@@ -97,7 +97,8 @@ RANK_THAT_DIES = """
 import os, time
 class Backend:
     def __init__(self, emit=None, **start): self.rank = start.get("rank")
-    def info(self): return {"vllm_path": "/none/vllm", "start_seconds": 0.0, "cache_block": 16}
+    def info(self):
+        return {"vllm_path": "/none/vllm", "megatron_path": "/none/megatron", "start_seconds": 0.0, "cache_block": 16}
     def op_save_weights(self, **_): return None
     def op_actor(self, **_):
         if self.rank == int(os.environ["DIES"]): os._exit(3)

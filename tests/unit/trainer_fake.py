@@ -58,7 +58,8 @@ class Backend(trainer_backend.Backend):
 
     def info(self):
         return {"versions": {"vllm": "fake"}, "gpu": "none", "vllm_path": os.environ["FAKE_SITE"] + "/vllm",
-                "start_seconds": 0.0, "weights": "00", "cache_block": self.scheduler.block_size}
+                "start_seconds": 0.0, "weights": "00", "cache_block": self.scheduler.block_size,
+                **trainer_backend.megatron_path()}
 
     def _sleeper(self):
         return Sleeper(dict(self.resident()), self.fault)
