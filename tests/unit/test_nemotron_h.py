@@ -190,3 +190,10 @@ def test_the_rollouts_kernels_are_refused_without_batch_invariance(monkeypatch):
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     with pytest.raises(ValueError, match="expected 1"):
         kernels.from_vllm(page=16)
+
+
+def test_a_parameter_that_the_actor_leaves_without_a_gradient_is_not_overlooked():
+    one, zero = torch.ones(2), torch.zeros(2)
+    gradients.require_all({"a": one, "b": zero, "c": None}, {"a"})  # nothing depends on b and c
+    with pytest.raises(RuntimeError, match="no gradient of b; the reference has one"):
+        gradients.require_all({"a": one, "b": one, "c": None}, {"a"})

@@ -222,6 +222,12 @@ def test_the_untouched_and_the_patched_engine_agree(made, tmp_path, monkeypatch)
     assert {n: e["lock"]["state"] for n, e in data["engines"].items()} == {"off": "pristine", "on": "locked"}
 
 
+def test_a_wheel_that_was_patched_too_is_no_wheel(made, tmp_path, monkeypatch):
+    (tmp_path / "pristine" / "vllm" / "m.py").write_text("new")
+    data = run_unchanged(made(), tmp_path, monkeypatch)
+    assert data["rows"][0]["equal"] and not data["complete"] and not data["passed"]
+
+
 def test_a_patch_that_changes_a_value_while_off_is_found(made, tmp_path, monkeypatch):
     data = run_unchanged(made("patched differs"), tmp_path, monkeypatch)
     assert not data["passed"] and data["rows"][0]["differing_words"] > 0

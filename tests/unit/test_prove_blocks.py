@@ -12,7 +12,7 @@ import types
 import pytest
 from blocks_fake import Engine
 
-from prove import blocks, machine, ui
+from prove import blocks, machine, steps, ui
 from prove.engine import EngineError
 from prove.record import Record
 from prove.steps import SETTLED, Decoding
@@ -183,6 +183,16 @@ def test_a_block_is_so_many_steps_and_no_garbage_is_collected_in_it():
     assert engine.seen == [False] * engine.taken and gc.isenabled() and engine.runner.execute_model is before
     decoding.end()
     assert engine.aborted == ["a", "b", "c"]
+
+
+def test_what_a_block_takes_is_that_of_its_timed_steps(monkeypatch):
+    engine = Engine()
+    decoding = Decoding(engine, engine.runner, ["a", "b", "c"])
+    decoding.begin()
+    slow = engine.taken + 1 + 4  # the next block's untimed steps take 100 s each
+    monkeypatch.setattr(steps, "time", types.SimpleNamespace(
+        perf_counter=lambda: engine.taken + 99.0 * min(engine.taken, slow)))
+    assert decoding.block(32, 4) == {"steps": 32, "seconds": 32.0, "median": 1.0, "longest": 1.0}
 
 
 def test_steps_in_which_not_all_decode_are_no_block_and_do_not_go_on_for_ever():
