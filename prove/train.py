@@ -97,7 +97,7 @@ def compared(wanted: list[workload.Request], answers: dict, words: dict) -> Figu
         answer = answers.get(request.id)
         left = Sequence(unpack(answer["tokens"]), unpack(answer["words"])) if answer else nothing
         if len(left.tokens) != request.max_tokens:
-            figures.missing += request.max_tokens - len(left.tokens)
+            figures.missing += abs(request.max_tokens - len(left.tokens))  # one too long makes up for none
         own = unpack(words[request.id]) if request.id in words else nothing.words
         figures.add(request.id, left, Sequence(left.tokens[:len(own)], own))
     return figures

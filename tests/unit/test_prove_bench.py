@@ -161,6 +161,12 @@ def test_fewer_tokens_than_a_verdict_needs_are_refused_before_anything_starts(co
     assert not (tmp_path / "out").exists()
 
 
+def test_a_bench_of_another_tree_than_the_lock_names_is_incomplete(made, tmp_path):
+    (tmp_path / "site" / "vllm" / "m.py").write_text("edited")
+    data = run_bench(made(), tmp_path)
+    assert data["ratio"] == pytest.approx(0.9) and not data["complete"] and not data["passed"]
+
+
 def test_a_bench_cut_short_has_a_ratio_first_and_then_its_reasons(made, tmp_path, monkeypatch):
     def cut(*arguments):
         raise KeyboardInterrupt

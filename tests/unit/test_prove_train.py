@@ -39,6 +39,12 @@ def test_an_answer_that_is_short_is_a_difference():
     assert not train.compared(REQUESTS, answers, {r.id: pack(np.asarray(WORDS[:2], np.uint32)) for r in REQUESTS}).equal
 
 
+def test_an_answer_that_is_too_long_makes_up_for_none_that_is_short():
+    sizes = dict(zip((r.id for r in REQUESTS), (2, 4), strict=True))
+    answers = {name: made((WORDS * 2)[:n], range(n)) for name, n in sizes.items()}
+    assert not train.compared(REQUESTS, answers, {name: answer["words"] for name, answer in answers.items()}).equal
+
+
 def test_prompts_stay_and_seeds_change_from_step_to_step():
     first, second = (train.requests(step, 4, 2, 8, 64) for step in (0, 1))
     assert [r.prompt for r in first] == [r.prompt for r in second]
