@@ -20,7 +20,7 @@ from prove.rollout import _event, engine_start
 from prove.ui import UI, table
 
 TIMES = 2.0
-FLOOR = 2.0**-6       # a few BF16 roundings (2**-9) of values that do not cancel
+FLOOR = 2.0**-6       # four BF16 roundings (2**-8 at most) of values that do not cancel
 # Each in the backward alone (prove/gradients.py): a router that learns nothing, chunks that do not see the chunks
 # before them, a norm whose length does not depend on its input.
 FAULTS = ("routing-weights", "carried-state", "norm-length")

@@ -43,4 +43,4 @@ def test_result_is_the_product_of_the_codes(n, k):
     codes = (x.float() / scale_x).clamp(-448, 448).to(torch.float8_e4m3fn)
     expected = codes.double() @ weight.double() * (scale_x * scale_w).double()
     error = (_product(x, weight, scale_x, scale_w).double() - expected).abs().max() / expected.abs().max()
-    assert error < 2**-7, f"{float(error):.4f} of the largest value; BF16 rounds by 2**-9 of each"
+    assert error < 2**-7, f"{float(error):.4f} of the largest value; BF16 rounds by up to 2**-8 of each"

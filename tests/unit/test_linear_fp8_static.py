@@ -37,7 +37,7 @@ def test_quantised_values_and_gradients_are_those_of_the_dequantised_operands(sq
             "x": to_rows * (2 * x.detach().double().clamp(min=0) if squared else 1)}
     for name, found in {"out": out.detach(), "master": master.grad, "x": x.grad}.items():
         error = (found.double() - want[name]).norm() / want[name].norm()
-        assert error < 2**-7, f"{name}: BF16 rounds by 2**-9, found {error:.5f}"
+        assert error < 2**-7, f"{name}: BF16 rounds by up to 2**-8, found {error:.5f}"
     assert (dequantise(codes, scale, torch.float32) - master).norm() > 0.01 * master.norm(), "not the masters"
 
 
