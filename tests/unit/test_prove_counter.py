@@ -146,6 +146,14 @@ def test_a_counter_test_must_have_passed_in_every_variant(tmp_path):
     assert not counter_tests.verdict([], said)[0]
 
 
+def test_a_counter_test_that_skipped_one_variant_has_not_passed(tmp_path):
+    test = tmp_path / "test_x.py"
+    test.write_text("import pytest\n@pytest.mark.parametrize('n', [0, 1])\n"
+                    "def test_a(n): n or pytest.skip('no GPU')\n")
+    node = f"{test}::test_a"
+    assert counter_tests.run([node], {}, tmp_path / "logs") == {node: "skipped"}
+
+
 def test_only_the_default_release_counts(tmp_path):
     test = tmp_path / "test_x.py"
     test.write_text("import pytest\n@pytest.mark.parametrize('v', ['0.33.0', '0.32.0'])\n"
