@@ -2,10 +2,11 @@
 import os
 import pathlib
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
-from prove import cost, recipe, ui
+from prove import cost, cost_backend, recipe, ui
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDERS = {"nemotron_h": "nemotron-3.5-lightning", "deepseek_v4": "deepseek-v4"}
@@ -54,3 +55,12 @@ def test_a_quantised_model_is_measured_without_its_cache_too(run):
 
 def test_two_models_that_are_not_one_are_noticed(run):
     assert min(run(fault="another model")["distance"]) > cost.APART
+
+
+def test_a_call_that_launches_a_kernel_is_no_second_launch():
+    def row(key, count, us):
+        return SimpleNamespace(key=key, count=count, self_device_time_total=us)
+
+    found = cost_backend.on_device([row("cudaLaunchKernel", 7, 0.0), row("small", 4, 100.0), row("gemm", 3, 2000.0)])
+    assert (found["launches"], found["kernels_ms"]) == (7, 2.1)
+    assert [one["kernel"] for one in found["longest"]] == ["gemm", "small"]
