@@ -16,6 +16,7 @@ import numpy as np
 
 from prove.engine import pack as pack_array
 from prove.scripts import load
+from prove.steps import on_device
 from prove.trainer_backend import MODELS, megatron_path
 
 PAGE = 1152  # tokens of a KV page of Nemotron-H's private cache, as vLLM picks it for the checkpoint's sizes
@@ -201,16 +202,14 @@ class Backend:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
             self._both(batch)
             torch.cuda.synchronize()
-        return on_device(seen.key_averages())
+        return summary(on_device(seen.key_averages()))
 
 
-def on_device(events) -> dict:
-    """Of a profile's rows those that ran on the device; the calls that launched them are rows of no device time."""
-    ran = sorted((e for e in events if e.self_device_time_total > 0), key=lambda e: -e.self_device_time_total)
-    return {"kernels_ms": round(sum(e.self_device_time_total for e in ran) / 1e3, 2),
-            "launches": sum(e.count for e in ran),
-            "longest": [{"kernel": e.key[:120], "ms": round(e.self_device_time_total / 1e3, 3), "count": e.count}
-                        for e in ran[:12]]}
+def summary(ran: list[dict]) -> dict:
+    return {"kernels_ms": round(sum(one["us"] for one in ran) / 1e3, 2),
+            "launches": sum(one["count"] for one in ran),
+            "longest": [{"kernel": one["name"][:120], "ms": round(one["us"] / 1e3, 3), "count": one["count"]}
+                        for one in ran[:12]]}
 
 
 def _keeper(model):

@@ -14,6 +14,14 @@ from prove.host import HostProfile
 SETTLED = 20  # steps until the pipeline is full and the clocks are up
 
 
+def on_device(events) -> list[dict]:
+    """Of a profile's rows those that ran on the device, the longest first; the calls that launched them are rows of no
+    device time."""
+    ran = [{"name": e.key, "count": e.count, "us": e.self_device_time_total} for e in events
+           if e.self_device_time_total > 0]
+    return sorted(ran, key=lambda kernel: -kernel["us"])
+
+
 class Clock:
     """Times the steps of a run in which `rows` requests all decode. With `profile_steps` it profiles so many of them on
     the device and the next ones on the host: one after the other, because each slows the other's side."""
@@ -75,8 +83,7 @@ class Clock:
 
         torch.cuda.synchronize()
         self.profiler.stop()
-        self.kernels = [{"name": e.key, "count": e.count, "us": e.self_device_time_total}
-                        for e in self.profiler.key_averages() if e.self_device_time_total > 0]
+        self.kernels = on_device(self.profiler.key_averages())
         self.profiler = None
 
     def summary(self) -> dict:

@@ -27,6 +27,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit")]
 from prove.ordinary_nemotron_h import Ordinary  # noqa: E402
 from prove.scripts import load  # noqa: E402
+from prove.steps import on_device  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "nemotron-3.5-lightning"
 DEEPSEEK = ROOT / "recipes" / "deepseek-v4" / "tiny-train" / "config.json"
@@ -111,11 +112,11 @@ def profile(made, tokens, packed) -> None:
         print(f"  {e.key:<26} {e.count:5d} calls  host {e.cpu_time_total / 1e3:8.2f} ms  "
               f"kernels {e.device_time_total / 1e3:8.2f} ms")
     wall, events = _backward(made, tokens, packed, ProfilerActivity.CUDA)  # above, the host paid for the profiler
-    events = sorted(events, key=lambda e: -e.self_device_time_total)
-    busy = sum(e.self_device_time_total for e in events)
-    print(f"backward: wall {wall / 1e3:.1f} ms, kernels {busy / 1e3:.1f} ms in {sum(e.count for e in events)} launches")
-    for e in events[:15]:
-        print(f"  {e.self_device_time_total / 1e3:8.2f} ms  {e.count:6d}  {e.key[:90]}")
+    ran = on_device(events)
+    busy, launches = (sum(one[key] for one in ran) for key in ("us", "count"))
+    print(f"backward: wall {wall / 1e3:.1f} ms, kernels {busy / 1e3:.1f} ms in {launches} launches")
+    for one in ran[:15]:
+        print(f"  {one['us'] / 1e3:8.2f} ms  {one['count']:6d}  {one['name'][:90]}")
 
 
 def main() -> None:

@@ -146,20 +146,21 @@ def test_a_counter_test_must_have_passed_in_every_variant(tmp_path):
     assert not counter_tests.verdict([], said)[0]
 
 
-def test_a_counter_test_that_skipped_one_variant_has_not_passed(tmp_path):
-    test = tmp_path / "test_x.py"
-    test.write_text("import pytest\n@pytest.mark.parametrize('n', [0, 1])\n"
-                    "def test_a(n): n or pytest.skip('no GPU')\n")
+def assert_said_of_test_a(said, source, folder):
+    test = folder / "test_x.py"
+    test.write_text("import pytest\n" + source)
     node = f"{test}::test_a"
-    assert counter_tests.run([node], {}, tmp_path / "logs") == {node: "skipped"}
+    assert counter_tests.run([node], {}, folder / "logs") == {node: said}
+
+
+def test_a_counter_test_that_skipped_one_variant_has_not_passed(tmp_path):
+    assert_said_of_test_a("skipped", "@pytest.mark.parametrize('n', [0, 1])\n"
+                                     "def test_a(n): n or pytest.skip('no GPU')\n", tmp_path)
 
 
 def test_only_the_default_release_counts(tmp_path):
-    test = tmp_path / "test_x.py"
-    test.write_text("import pytest\n@pytest.mark.parametrize('v', ['0.33.0', '0.32.0'])\n"
-                    "def test_a(v): assert v == '0.33.0'\n")
-    node = f"{test}::test_a"
-    assert counter_tests.run([node], {}, tmp_path / "logs") == {node: "passed"}
+    assert_said_of_test_a("passed", "@pytest.mark.parametrize('v', ['0.33.0', '0.32.0'])\n"
+                                    "def test_a(v): assert v == '0.33.0'\n", tmp_path)
 
 
 def test_the_record_is_json(run, tmp_path):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from prove import cost, cost_backend, recipe, ui
+from prove.steps import on_device
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDERS = {"nemotron_h": "nemotron-3.5-lightning", "deepseek_v4": "deepseek-v4"}
@@ -61,6 +62,7 @@ def test_a_call_that_launches_a_kernel_is_no_second_launch():
     def row(key, count, us):
         return SimpleNamespace(key=key, count=count, self_device_time_total=us)
 
-    found = cost_backend.on_device([row("cudaLaunchKernel", 7, 0.0), row("small", 4, 100.0), row("gemm", 3, 2000.0)])
+    found = cost_backend.summary(on_device([row("cudaLaunchKernel", 7, 0.0), row("small", 4, 100.0),
+                                            row("gemm", 3, 2000.0)]))
     assert (found["launches"], found["kernels_ms"]) == (7, 2.1)
     assert [one["kernel"] for one in found["longest"]] == ["gemm", "small"]
