@@ -57,8 +57,11 @@ def _call(args, kwargs) -> dict:
 
 
 def _given(args, kwargs, rows: int) -> torch.Tensor:
-    """[rows], each the same number, which says what arguments there are beside those that are None."""
-    there = [str(place) for place, value in _call(args, kwargs).items() if value is not None]
+    """[rows], each the same number, which says what arguments there are beside those that are None, and what tensors
+    in them. Numbers in a nest are not counted: a list of lengths is as long as the batch, which the arms cut otherwise.
+    """
+    call = _call(args, kwargs)
+    there = {str(place) for place, value in call.items() if value is not None} | {place for place, _ in _tensors(call)}
     return torch.full((rows,), zlib.crc32(" ".join(sorted(there)).encode()))
 
 

@@ -156,18 +156,26 @@ class Asked(torch.nn.Module):
 
 class Adder(torch.nn.Module):
     def forward(self, *given):
-        flat = given[0] if isinstance(given[0], tuple) else given
+        flat = given[0] if isinstance(given[0], tuple) else given[0].values() if isinstance(given[0], dict) else given
         return sum(tensor * (place + 1) for place, tensor in enumerate(flat) if tensor is not None)
 
 
 @pytest.mark.parametrize("left, right", [
     (lambda x: (x, None), lambda x: (x, x)),                      # one arm has a tensor that the other has not
     (lambda x: (x, None, 2 * x), lambda x: (x, 2 * x, 3 * x)),    # and the next would take its name
-    (lambda x: ((x, None, 2 * x),), lambda x: ((x, 2 * x, 3 * x),))])
+    (lambda x: ((x, None, 2 * x),), lambda x: ((x, 2 * x, 3 * x),)),
+    (lambda x: ((x, None),), lambda x: ((x, x),)),                # within a tuple or a dict nobody's name moves
+    (lambda x: ({"x": x, "bias": None},), lambda x: ({"x": x, "bias": x},)),
+    (lambda x: ({"x": x},), lambda x: ({"x": x, "bias": x},))])
 def test_arguments_are_not_equal_because_an_optional_one_moved_them(left, right):
     arms = [traced(torch.nn.Sequential(Asked(given)), BATCHED).sites for given in (left, right)]
     found = trace.first_difference(*arms)
     assert found["site"] == "0.inner" and not found["inputs_agree"] and not found["made_here"]
+
+
+def test_a_list_as_long_as_the_batch_is_no_other_argument():
+    one, other = (trace._given((ROWS, [3] * count), {}, 2) for count in (1, 9))
+    assert torch.equal(one, other)
 
 
 def test_arguments_that_both_arms_leave_out_are_equal():
