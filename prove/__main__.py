@@ -10,8 +10,8 @@ import tempfile
 
 try:
     from prove import (
-        async_rl, bench, bisect, cases, cost, counter, cp, grad, machine, recipe, record, rollout, served, train, ui,
-        unchanged, warm,
+        asked, async_rl, bench, bisect, cases, cost, counter, cp, grad, machine, recipe, record, rollout, served, train,
+        ui, unchanged, warm,
     )
     from prove.engine import EngineError
     from prove.recipe import ROOT
@@ -247,8 +247,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         print(record.text(data))
     else:
-        name = f"{os.path.relpath(args.out)}/{data['verb']}-{data['subject']}.json"
+        name = f"{os.path.relpath(args.out)}/{asked.file_name(data)}"
         screen.say(f"{word}{'' if data['complete'] else ' (incomplete)'}; record: {name}")
+        if "asks_less" in data:
+            screen.say(f"an earlier record, which passed and shows more, stays: {data['verb']}-{data['subject']}.json; "
+                       f"this run was asked for less: {', '.join(data['asks_less'])}")
         if pathlib.Path(f"{name}.passed").exists():
             screen.say(f"an earlier record, which passed, is kept: {name}.passed")
     return code

@@ -16,6 +16,7 @@ import platform
 import subprocess
 
 from patchset import evidence
+from prove import asked
 from prove.recipe import ROOT
 
 SCHEMA = 1
@@ -25,12 +26,7 @@ def bind(site: pathlib.Path, upstream: str = "vllm", lock_path: pathlib.Path = R
     """Which of the lock's entries the tree under `site` is. `state`: locked, pristine, other or unlocked."""
     if not lock_path.is_file():
         return {"state": "unlocked", "why": f"{lock_path.name} does not exist; write it with apply.py export"}
-    try:
-        every = json.loads(lock_path.read_text())["targets"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{lock_path} is damaged ({error}): git checkout {lock_path.name}, or apply.py "
-                         "export") from None
-    targets = {n: t for n, t in every.items() if n.startswith(f"{upstream}@")}
+    targets = {n: t for n, t in _targets(lock_path).items() if n.startswith(f"{upstream}@")}
     if not targets:
         return {"state": "unlocked", "why": f"{lock_path.name} has no entry for {upstream}"}
     best = None
@@ -47,13 +43,26 @@ def bind(site: pathlib.Path, upstream: str = "vllm", lock_path: pathlib.Path = R
     return best
 
 
+def _targets(lock_path: pathlib.Path) -> dict[str, dict]:
+    try:
+        return dict(json.loads(lock_path.read_text())["targets"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{lock_path} is damaged ({error}): git checkout {lock_path.name}, or apply.py "
+                         "export") from None
+
+
+def digests(lock_path: pathlib.Path = ROOT / "patchset.lock") -> set[str]:
+    """Of the lock's entries; none where there is no lock."""
+    return {target["digest"] for target in _targets(lock_path).values()} if lock_path.is_file() else set()
+
+
 def _sha(path: pathlib.Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def stale(folder: pathlib.Path, lock_path: pathlib.Path) -> dict[str, str]:
     """Records that claim to have passed, but not with the lock of today: name -> why."""
-    today = {target["digest"] for target in json.loads(lock_path.read_text())["targets"].values()}
+    today = digests(lock_path)
     claimed = [path for path in sorted(folder.glob("*.json")) if json.loads(path.read_text()).get("passed")]
     return {path.name: why for path in claimed if (why := evidence.why_not(path, today))}
 
@@ -70,13 +79,12 @@ def commit(root: pathlib.Path = ROOT) -> str:
 
 class Record:
     """Collected while a command runs and written after every case, so that a killed run leaves what it had. A record
-    that passed is not lost to a run that does not: it stays beside it, as NAME.json.passed, until one passes again."""
+    that passed is not lost to a run that does not: it stays beside it, as NAME.json.passed, until one passes again. Nor
+    to one that asks for less (asked.py): that has a name of its own."""
 
     declared_commit: str | None = None  # said by the user where the tree travels without its history
 
     def __init__(self, verb: str, subject: str, arguments: dict, folder: pathlib.Path):
-        self.path = folder / f"{verb}-{subject}.json"
-        self.proof = self.path.with_suffix(".json.passed")
         self.data = {
             "schema": SCHEMA, "verb": verb, "subject": subject,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -84,6 +92,10 @@ class Record:
             "host": {"machine": platform.machine(), "python": platform.python_version()},
             "arguments": arguments, "engines": {}, "rows": [], "complete": False, "passed": False,
         }
+        if less := asked.less(folder, self.data, digests()):
+            self.data["asks_less"] = less
+        self.path = folder / asked.file_name(self.data)
+        self.proof = asked.proof(self.path)
 
     def engine(self, name: str, info: dict, flags: dict, env: dict) -> dict:
         """Keeps what started and which tree it is; returns the latter."""

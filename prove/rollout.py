@@ -242,8 +242,8 @@ def rollout(recipe: Recipe, ui: UI, *, names: list[str] | None, tokens: int, inv
     """Runs the cases and returns the finished record's data."""
     engines = cases.plan(names)
     work = workload.build(tokens, recipe.vocab)
-    kept = record.Record(verb, recipe.subject, {"cases": names, "tokens": tokens, "invariant": invariant,
-                                                "sampled_tokens": work.tokens, "requests": len(work.requests)}, out)
+    kept = record.Record(verb, recipe.subject, {"cases": names, "tokens": tokens, "invariant": invariant}, out)
+    kept.data["arguments"] |= {"sampled_tokens": work.tokens, "requests": len(work.requests)}
     ui.say(f"{recipe.subject}: {len(work.requests)} requests, {work.tokens:,} sampled tokens, "
            f"VLLM_BATCH_INVARIANT={invariant:d}")
     ui.say(line(HEADINGS))

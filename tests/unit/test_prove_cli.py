@@ -154,6 +154,15 @@ def test_a_contrast_holds_only_if_something_differs(states, code, said, monkeypa
     assert capsys.readouterr().out.startswith(said)
 
 
+def test_a_run_that_asked_for_less_says_which_record_stays(tmp_path, monkeypatch, capsys):
+    data = {"verb": "train", "subject": "s", "passed": True, "complete": True, "asks_less": {"updates": "3"}}
+    monkeypatch.setattr(cli, "run", lambda args, screen: data)
+    assert cli.main(["train", "--recipe", "deepseek-v4", "--updates", "3", "--out", str(tmp_path)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("passed; record: ") and first.endswith("/train-s.updates-3.json")
+    assert second.endswith("stays: train-s.json; this run was asked for less: updates")
+
+
 def test_the_cache_folder_becomes_the_engines_home(tmp_path):
     args = cli.parser().parse_args(["warm", "--recipe", "x", "--cache", str(tmp_path / "jit")])
     env = cli.environment(args)

@@ -3,7 +3,8 @@ import hashlib
 import json
 
 import pytest
-from prove import record
+from prove import asked, record
+from prove.__main__ import parser
 
 
 def lock(tmp_path, contents):
@@ -107,6 +108,93 @@ def test_a_run_that_fails_does_not_cost_the_record_that_passed(tmp_path):
     assert json.loads(proof.read_text())["passed"] and not json.loads(path.read_text())["passed"]
     run(True)
     assert not proof.exists() and json.loads(path.read_text())["passed"]
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    """Runs a verb under a lock; the names of the records in the folder, and what each was asked for."""
+    monkeypatch.setattr(record, "digests", lambda: {"today"})
+
+    def go(verb="train", passes=True, digest="today", **arguments):
+        kept = record.Record(verb, "m", arguments, tmp_path)
+        kept.data["engines"]["e"] = {"lock": {"state": "locked", "digest": digest}}
+        kept.row({"case": "base"})
+        kept.finish(True, passes)
+        return {path.name: json.loads(path.read_text())["arguments"] for path in tmp_path.glob("*.json*")}
+    return go
+
+
+FULL = {"updates": 50, "restore_after": 5, "lr": 1e-4}
+
+
+@pytest.mark.parametrize("verb, shown, wanted, name", [
+    ("train", FULL, {**FULL, "updates": 3}, "train-m.updates-3.json"),
+    ("train", FULL, {**FULL, "updates": 80, "restore_after": 0}, "train-m.restore_after-0.json"),
+    ("rollout", {"cases": None, "tokens": 20000}, {"cases": ["twice", "alone"], "tokens": 3000},
+     "rollout-m.cases-alone+twice.tokens-3000.json"),
+    ("rollout", {"cases": ["twice"]}, {"cases": ["alone"]}, "rollout-m.cases-alone.json"),
+    ("bench", {"most_out_tokens": 3000, "seconds": 240.0}, {"most_out_tokens": 3000, "seconds": 60.0},
+     "bench-m.seconds-60.0.json"),
+    ("cost", {"runs": 7}, {"runs": 1}, "cost-m.runs-1.json")])
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_run_that_asks_for_less_takes_no_fuller_records_place(verb, shown, wanted, name, passes, ran):
+    ran(verb, **shown)
+    assert ran(verb, passes=passes, **wanted) == {f"{verb}-m.json": shown, name: wanted}
+
+
+@pytest.mark.parametrize("verb, shown, wanted", [
+    ("train", FULL, FULL), ("train", FULL, {**FULL, "updates": 51, "lr": 5e-5}),
+    ("train", FULL, {**FULL, "restore_after": 1}),  # a restore is shown after whichever update
+    ("rollout", {"cases": ["twice"]}, {"cases": None}),
+    ("rollout", {"cases": ["twice"]}, {"cases": ["alone", "twice"]}),
+    ("bisect", {"arms": ["decode", "alone"]}, {"arms": ["alone", "decode"]})])
+def test_a_run_that_asks_for_all_that_a_record_shows_takes_its_place(verb, shown, wanted, ran):
+    ran(verb, **shown)
+    assert ran(verb, **wanted) == {f"{verb}-m.json": wanted}
+
+
+def test_a_narrower_record_gives_way_to_no_narrower_one(ran):
+    ran(**FULL)
+    ran(**{**FULL, "updates": 20, "groups": 16})
+    found = ran(**{**FULL, "updates": 3, "groups": 16})
+    found = ran(**{**FULL, "updates": 20, "groups": 4})
+    assert sorted(found) == ["train-m.json", "train-m.updates-20.groups-4.json", "train-m.updates-20.json",
+                             "train-m.updates-3.json"]
+
+
+def test_a_fuller_record_of_another_lock_or_one_that_did_not_pass_gives_way(ran):
+    ran(digest="yesterday", updates=50)
+    assert ran(updates=20) == {"train-m.json": {"updates": 20}}
+    ran(digest="yesterday", updates=50)
+    ran(passes=False, updates=50)
+    assert ran(updates=3) == {"train-m.json": {"updates": 3}}
+
+
+def test_a_fuller_record_stays_where_a_failed_run_has_set_it_aside(ran):
+    ran(updates=50)
+    ran(passes=False, updates=50)
+    assert sorted(ran(updates=3)) == ["train-m.json", "train-m.json.passed", "train-m.updates-3.json"]
+
+
+def test_a_list_that_is_too_long_for_a_name_is_in_it_by_its_digest(ran):
+    cases = [f"case-number-{index}" for index in range(20)]
+    ran("rollout", cases=None)
+    (name,) = set(ran("rollout", cases=cases)) - {"rollout-m.json"}
+    assert name.startswith("rollout-m.cases-20-") and len(name) < 50
+    assert len(ran("rollout", cases=cases[1:] + ["other"])) == 3
+
+
+def test_every_option_is_an_amount_or_known_to_be_none():
+    """A new option by which a run shows less has to be named in prove/asked.py."""
+    verbs = next(action for action in parser()._actions if action.dest == "verb").choices
+    options = {action.dest for verb in verbs.values() for action in verb._actions}
+    none = {"help", "recipe", "tiny", "json", "out", "logs", "commit", "cache", "budget", "url", "site", "pristine",
+            "turn", "at_once", "off",
+            "left", "right",           # the arguments' arms
+            "contrast", "sleep", "lag",  # in the record's name
+            "patches", "tests_only",   # what they leave out stays in the record
+            "lr", "stop_after"}
+    assert options - set(asked.AMOUNTS) == none
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", "null"])
