@@ -6,7 +6,8 @@ invariance at start-up. Where the engine notices nothing (a patch for other hard
 the patch's own Counter-Tests must pass: they show the stock code at fault (counter_tests.py). The arm with every patch
 runs the same cases on the site itself. Several arms run at once, over the GPUs that CUDA_VISIBLE_DEVICES names; a copy
 is hard links, and the carrier never writes through one.
-A record grows from run to run while the lock is the same: `--tests-only` on a CPU, then arms on a GPU.
+A record grows from run to run while the lock is the same: `--tests-only` on a CPU, then arms on a GPU. A Counter-Test
+that has passed is asked again where its text is another now.
 """
 from __future__ import annotations
 
@@ -211,26 +212,32 @@ def _arms(recipe: Recipe, ui: UI, work: workload.Workload, kept: record.Record, 
 
 def _tests(earlier: dict, lock: dict, known: dict[str, list[str]], env: dict[str, str], logs: pathlib.Path,
            ui: UI) -> dict:
-    """What the Counter-Tests said, under this lock: of an earlier run, and now of those that had not passed."""
-    said = {test: "missing" for tests in known.values() for test in tests} | earlier["said"]
-    asked = [test for test, outcome in said.items() if outcome != "passed"]
+    """What the Counter-Tests said, under this lock and as they are written today: of an earlier run, and now of those
+    that had not passed."""
+    every = [test for tests in known.values() for test in tests]
+    texts = counter_tests.texts(every)
+    said = {test: earlier["said"].get(test, "missing") for test in every}
+    asked = [test for test, outcome in said.items()
+             if outcome != "passed" or test not in texts or earlier["texts"].get(test) != texts[test]]
     now = counter_tests.run(asked, env, logs)
     ui.note(f"Counter-Tests: {len(said) - len(asked)} had passed; of {len(now)} more "
             f"{sum(outcome == 'passed' for outcome in now.values())} pass")
-    versions = list(earlier["versions"])
+    versions = list(earlier["versions"]) if len(asked) < len(said) else []
     if asked and (today := counter_tests.versions()) not in versions:
         versions.append(today)
-    return {"lock": lock, "said": said | now, "versions": versions}
+    return {"lock": lock, "said": said | now, "texts": texts, "versions": versions}
 
 
 def _earlier(path: pathlib.Path, lock: dict) -> dict:
-    """What stays of the record that is about to be replaced: all of it if it was made with the same lock."""
+    """What stays of the record that is about to be replaced: all of it if it was made with the same lock. One of before
+    the tests' texts were kept has none, so all its tests are asked again."""
     try:
         data = json.loads(path.read_text())
         if data["counter_tests"]["lock"] == lock:
             arms = {row["patch"]: {key: row[key] for key in ("engine", "engine_why", "rows")} for row in data["rows"]
                     if row["patch"] != WITH_ALL and row["engine"] != "not run"}
-            return {"arms": arms, "said": data["counter_tests"]["said"], "versions": data["counter_tests"]["versions"]}
+            tests = data["counter_tests"]
+            return {"arms": arms, "said": tests["said"], "texts": tests.get("texts", {}), "versions": tests["versions"]}
     except (FileNotFoundError, KeyError, ValueError):
         pass
-    return {"arms": {}, "said": {}, "versions": []}
+    return {"arms": {}, "said": {}, "texts": {}, "versions": []}

@@ -1,11 +1,14 @@
 """The Counter-Tests of the patches, for `prove counter`: each shows the stock code at fault, most of them on a CPU.
 
 They run in one pytest process, read upstream's sources from the pinned archive, and are parametrized over the pinned
-releases: only the default one counts here. What they said is kept in the record under the lock it was said of, so that
-they can run where the tests run and be taken over by the run on the GPU, which asks again only what was skipped.
+releases: only the default one counts here. What they said is kept in the record under the lock it was said of and the
+text that said it, so that they can run where the tests run and be taken over by the run on the GPU, which asks again
+only what was skipped.
 """
 from __future__ import annotations
 
+import ast
+import hashlib
 import os
 import pathlib
 import platform
@@ -27,6 +30,39 @@ def read_patches(root: pathlib.Path = ROOT) -> dict[str, list[str]]:
 def _trailers(text: str, name: str) -> list[str]:
     head = text.partition("\n---\n")[0]
     return [line.partition(":")[2].strip() for line in head.splitlines() if line.startswith(f"{name}:")]
+
+
+def texts(tests: list[str], root: pathlib.Path = ROOT) -> dict[str, str]:
+    """Test -> digest of what it is written in: its file, its conftests, and what they import or name of tests/. A test
+    whose file is not there has none."""
+    helpers = {path.name: path for path in (root / "tests").rglob("*") if path.suffix in (".py", ".h")
+               and path.name not in ("conftest.py", "__init__.py")}
+    found = {}
+    for file in {test.partition("::")[0] for test in tests}:
+        if not (root / file).is_file():
+            continue
+        seen, new = set(), {root / file, *filter(pathlib.Path.is_file, (root / "tests" / "conftest.py",
+                                                                        (root / file).with_name("conftest.py")))}
+        while new:
+            seen |= new
+            new = {helpers[name] for path in new for name in _names(path) & helpers.keys()} - seen
+        parts = sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in seen)
+        found[file] = hashlib.sha256("".join(parts).encode()).hexdigest()
+    return {test: found[file] for test in tests if (file := test.partition("::")[0]) in found}
+
+
+def _names(path: pathlib.Path) -> set[str]:
+    """The files that a module imports, and those that it names in a text, as one that it compiles or runs."""
+    if path.suffix != ".py":
+        return set()
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+    except SyntaxError:  # what pytest says of it counts
+        return set()
+    imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    imported += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    named = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return {f"{name.partition('.')[0]}.py" for name in imported} | {name.rpartition("/")[2] for name in named}
 
 
 def run(tests: list[str], env: dict[str, str], logs: pathlib.Path) -> dict[str, str]:

@@ -25,6 +25,8 @@ def run(tmp_path, monkeypatch):
         asked.append(nodes)
         return {node: "passed" if node == "t::by-test" else "failed" for node in nodes}
     monkeypatch.setattr(counter_tests, "run", tests)
+    texts = {f"t::{slug}": "as it was" for slug in faults}
+    monkeypatch.setattr(counter_tests, "texts", lambda nodes: {node: texts[node] for node in nodes})
     monkeypatch.setattr(counter, "CASES", ("base", "alone"))
     monkeypatch.setattr(record, "bind", bound)
     made = recipe.Recipe("fake", tmp_path, None, {"model": {"path": "m", "vocab": 97}, "engine": {}})
@@ -41,7 +43,7 @@ def run(tmp_path, monkeypatch):
                                tokens=100, at_once=2, out=tmp_path, logs=tmp_path / "logs", budget=1000.0,
                                env={"FAKE_SITE": str(tmp_path)}, backend=FAKE)
         return {row["patch"]: row["state"] for row in data["rows"]}, data
-    go.calls, go.site, go.asked = calls, site, asked
+    go.calls, go.site, go.asked, go.texts = calls, site, asked, texts
     return go
 
 
@@ -100,6 +102,39 @@ def test_a_record_grows_while_the_lock_is_the_same(run, monkeypatch):
     assert run(["by-test"])[0]["needed"] == "not run"
 
 
+def test_a_counter_tests_pass_is_kept_only_for_the_text_that_gave_it(run):
+    run(tests_only=True)
+    assert run(tests_only=True) and "t::by-test" not in run.asked[-1]
+    run.texts["t::by-test"] = "edited"
+    assert run(tests_only=True) and "t::by-test" in run.asked[-1]
+    assert run(tests_only=True) and "t::by-test" not in run.asked[-1]
+    file = run.site.parent / "counter-fake.json"
+    data = json.loads(file.read_text())
+    del data["counter_tests"]["texts"]  # as in the records of before
+    file.write_text(json.dumps(data))
+    assert run(tests_only=True) and "t::by-test" in run.asked[-1]
+
+
+@pytest.mark.parametrize("edited, again", [
+    ("tests/unit/test_a.py", {"a"}), ("tests/unit/shared_cases.py", {"a"}), ("tests/kernels/table.h", {"a"}),
+    ("tests/unit/other.py", set()), ("tests/unit/conftest.py", {"a", "b"}), ("tests/conftest.py", {"a", "b"}),
+    ("tests/kernels/conftest.py", set())])
+def test_a_tests_text_is_its_file_with_what_it_imports_and_names(edited, again, tmp_path):
+    files = {"unit/test_a.py": "def test_a():\n    from shared_cases import x\n", "unit/test_b.py": "import torch\n",
+             "unit/shared_cases.py": "SOURCE = 'tests/kernels/table.h'\n", "kernels/table.h": "int x;\n",
+             "unit/other.py": "", "unit/conftest.py": "", "conftest.py": "", "kernels/conftest.py": ""}
+    for name, text in files.items():
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).write_text(text)
+    nodes = {name: f"tests/unit/test_{name}.py::test_{name}" for name in "ab"}
+    before = counter_tests.texts([*nodes.values(), "tests/unit/test_gone.py::test_gone"], tmp_path)
+    assert set(before) == set(nodes.values())
+    with (tmp_path / edited).open("a") as file:
+        file.write("# edited\n")
+    after = counter_tests.texts(list(nodes.values()), tmp_path)
+    assert {name for name, node in nodes.items() if before[node] != after[node]} == again
+
+
 def test_arms_are_spread_over_the_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     devices = counter.Devices(3)
@@ -130,6 +165,8 @@ def test_the_series_names_a_counter_test_for_every_patch():
     assert found and all(found.values())
     root = pathlib.Path(counter.ROOT)
     assert all((root / test.partition("::")[0]).is_file() for tests in found.values() for test in tests)
+    every = [test for tests in found.values() for test in tests]
+    assert set(counter_tests.texts(every)) == set(every)
 
 
 def test_a_counter_test_must_have_passed_in_every_variant(tmp_path):
