@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -32,9 +33,10 @@ QUANTISED_FAULTS = ("relu-squared",)
 DRAWS = 4  # losses: a parameter of few elements, whose terms nearly cancel, needs more than one to be judged by
 
 
-def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faults: list[str]) -> dict:
-    """rows: (parameter, relative error and cosine of the actor's gradient, relative error of the usual BF16 one), all
-    over the gradients of DRAWS losses laid end to end. The first row is that of the logprobs, which must agree before
+def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faults: list[str]) -> Iterator[dict]:
+    """What is known after each step, the last time with nothing `missing`.
+    rows: (parameter, relative error and cosine of the actor's gradient, relative error of the usual BF16 one), all over
+    the gradients of DRAWS losses laid end to end. The first row is that of the logprobs, which must agree before
     anything else can: with other experts, or other weights, another function would be differentiated.
     faults: the same rows with each fault planted in the actor's backward."""
     from megatron.zero_mismatch.models import nemotron_h_weights
@@ -59,11 +61,12 @@ def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faul
         found = against(expected, usual)
         return held_to_usual(found, sizes) + with_operands(against(*same), sizes) if calibrated else found
 
-    broken = {}
-    for fault in faults:
+    done, broken = rows(found), {}
+    yield {"rows": done, "faults": {}, "missing": [f"planted {fault}" for fault in faults]}
+    for index, fault in enumerate(faults, 1):
         with planted(fault):
             broken[fault] = rows(_of_actor(actor, sequences, draws, micro)[0])
-    return {"rows": rows(found), "faults": broken, "tokens": sum(len(s) - 1 for s in sequences)}
+        yield {"rows": done, "faults": broken, "missing": [f"planted {left}" for left in faults[index:]]}
 
 
 def _of_actor(actor, sequences, draws, micro) -> tuple[list[dict], list[torch.Tensor], dict[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ of its quantisers, but for those inside the routed experts and of the compressed
 Held on the device at once: the weights in fp64 (in BF16 they are the actor's own), the gradients of one loss by one
 reference in fp64, by the other as they are kept, in fp32, and by one in BF16, and the graph of one pass over all
 sequences. Of the recipe's tiny-train these are 16, 16, 8, 4 and 14 GiB. Only sums go on to the next loss, and they are
-read when all is done. Each loss runs its forward anew, a third of a pass: kept, the graphs of all four passes would lie
+read after each. Each loss runs its forward anew, a third of a pass: kept, the graphs of all four passes would lie
 beside everything else.
 """
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -76,8 +77,10 @@ def _row(name: str, usual: float, want: float, error: float, own: float, dot: fl
             "cosine": dot / size if size else 0.0}
 
 
-def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faults: list[str]) -> dict:
-    """rows, and `faults`: the same rows with each fault planted in the actor's backward. See gradients.compare."""
+def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faults: list[str]) -> Iterator[dict]:
+    """After each loss, of those so far: rows, and `faults`: the same rows with each fault planted in the actor's
+    backward. See gradients.compare."""
+    sizes = {name: p.numel() for name, p in actor.model.named_parameters()}
     cases = (None, *faults)
     weights = {name: p.detach() for name, p in actor.model.named_parameters()}
     references = {dtype: Reference(config, weights, actor.model.tables, dtype)
@@ -101,10 +104,11 @@ def compare(actor, config: dict, sequences: list[torch.Tensor], micro: int, faul
             actor.ddp.zero_grad_buffer()
         for side in sides:
             side.want.clear()
-    sizes = {name: p.numel() for name, p in actor.model.named_parameters()}
-    rounded, same = sides
-    rows = {case: held_to_usual(rounded.rows(case), sizes) + with_operands(same.rows(case), sizes) for case in cases}
-    return {"rows": rows.pop(None), "faults": rows, "tokens": sum(len(s) - 1 for s in sequences)}
+        rounded, same = sides
+        rows = {case: held_to_usual(rounded.rows(case), sizes) + with_operands(same.rows(case), sizes)
+                for case in cases}
+        left = DRAWS - draw - 1
+        yield {"rows": rows.pop(None), "faults": rows, "missing": [f"{left} of {DRAWS} losses"] if left else []}
 
 
 def _of_actor(actor, sequences, signs, micro):

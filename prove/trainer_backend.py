@@ -133,10 +133,15 @@ class Backend(vllm_backend.Backend):
                     for name, want in wanted}
 
     def op_gradients(self, *, sequences: list[dict], micro: int, faults: list[str]) -> dict:
-        """Every parameter's gradient against the independent reference: see prove/grad.py."""
+        """Every parameter's gradient against the independent reference: see prove/grad.py. What is known after the
+        first step; op_more_gradients takes the next, as long as something is missing."""
         whole = [self._whole(s) for s in sequences]
+        self.comparison = self._gradients().compare(self.actor, self.config, whole, micro, faults)
+        return self.op_more_gradients()
+
+    def op_more_gradients(self) -> dict:
         with _training():
-            return self._gradients().compare(self.actor, self.config, whole, micro, faults)
+            return next(self.comparison)
 
     def op_layers(self, *, prompt: list[int]) -> dict:
         """Where engine and actor part: the differing words of every layer's outputs, for one prompt's prefill."""
