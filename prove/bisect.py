@@ -2,8 +2,9 @@
 
 Two arms are run on one eager engine. First untraced, to find requests whose logprobs differ, then with every watched
 call hashed, to find the first call, in order of execution, with an output row that differs; then once more keeping the
-arguments of that call, and of the next ones in which a row with equal inputs comes out different: prove/repro.py turns
-the first that can be replayed without the engine into a file of its own, which is then run in a process of its own.
+arguments of that call, and of the next ones in which a row with equal inputs comes out different: prove/leaf.py names
+the operators inside the first that can be replayed without the engine, and prove/repro.py turns it into a file of its
+own, which is then run in a process of its own.
 Where all of them agree the logits and the sampler are watched (prove/tail.py).
 """
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _forced(work, base) -> list[dict]:
 
 
 ROWS = 1024   # rows that are followed: enough for a difference of one bit in few rows, little enough for the pipe
-QUICK = 10.0  # seconds for the file once its imports are done: a saved module needs vLLM's, 28 s on a busy host
+QUICK = 10.0  # seconds for the file, by the clock, with the start of its process and its imports
 
 
 ARMS: dict[str, tuple[Callable, dict]] = {  # name: (requests from the workload and the base answers, how to run them)
@@ -88,7 +89,7 @@ def read_sites(result: dict, watch: dict[str, int]) -> dict[str, dict]:
 def bisect(recipe: Recipe, ui: UI, *, arms: tuple[str, str], tokens: int, invariant: bool, out: pathlib.Path,
            logs: pathlib.Path, budget: float, env: dict[str, str], backend: str = "vllm") -> dict:
     """Passes if the arms agree; with batch invariance off, where they have to part, if the operator is named and its
-    file shows the difference by itself, in under QUICK seconds after its imports."""
+    file shows the difference by itself, in under QUICK seconds."""
     if unknown := [a for a in arms if a not in ARMS]:
         raise ValueError(f"no such arm: {', '.join(unknown)}; there are: {', '.join(ARMS)}")
     if arms[0] == arms[1]:
@@ -104,9 +105,9 @@ def bisect(recipe: Recipe, ui: UI, *, arms: tuple[str, str], tokens: int, invari
         row, found = search.compare()
         kept.row(row)
         finding = search.trace(found, environment, logs) if found else None
-    if finding and finding.get("repro", {}).get("script"):
-        script = logs / "repro" / finding["repro"]["script"]
-        finding["repro"]["run"] = repro.run(script, os.environ | environment | env)
+    if finding and (names := finding.get("repro", {}).pop("scripts", None)):
+        run, tried = repro.settle(logs / "repro", names, os.environ | environment | env)
+        finding["repro"] |= {"script": run["script"], "run": run, "tried": tried}
     kept.finish(kept.locked, not found if invariant else _shown(finding), finding=finding)
     for key, value in (finding or {}).items():
         ui.say(f"  {key}: {value}")
@@ -115,7 +116,7 @@ def bisect(recipe: Recipe, ui: UI, *, arms: tuple[str, str], tokens: int, invari
 
 def _shown(finding: dict | None) -> bool:
     ran = (finding or {}).get("repro", {}).get("run", {"shown": False})
-    return ran["shown"] and ran["run_seconds"] < QUICK
+    return ran["shown"] and ran["seconds"] < QUICK
 
 
 class _Search:
@@ -199,6 +200,6 @@ class _Search:
             name = f"repro-{self.subject}-" + "".join(c if c.isalnum() else "-" for c in site)
             tried.append({"site": site} | self._call("repro", site=site, name=name, env=environment,
                                                      folder=str((logs / "repro").resolve())))
-            if "script" in tried[-1]:
+            if "scripts" in tried[-1]:
                 break
-        return tried[-1] | {"before": tried[:-1]} if "script" in tried[-1] else tried[0] | {"after": tried[1:]}
+        return tried[-1] | {"before": tried[:-1]} if "scripts" in tried[-1] else tried[0] | {"after": tried[1:]}

@@ -4,6 +4,10 @@ Two forms are tried, the smaller first. "alone": one arm's arguments suffice, be
 call is given that row alone; the rows beside it are then halved away while the difference stays. "arms": the two arms'
 arguments are replayed as they were, and the row compared; only for a call whose inputs agree, as any call has other
 outputs for other inputs. What differs in neither form depends on state outside its arguments, and no file is written.
+
+Files are written for the two calls inside the site that made the difference (prove/leaf.py) and for the site itself,
+each first with what it imports cut down: of the packages on the way to a module only the module. The first that shows
+the difference in a process of its own is kept.
 """
 from __future__ import annotations
 
@@ -28,25 +32,31 @@ Run it with the engine's packages on PYTHONPATH; exit 1 and the words that diffe
 """
 import contextlib
 import importlib
+import importlib.util
+import os
 import pathlib
 import sys
 import time
 
 BEGAN = time.perf_counter()
-{prelude}
+os.environ.update({env!r})
 import torch
 
-for name in {modules!r}:  # which the data and the call need
+for name in {bare!r}:  # packages without their __init__, which would import the whole engine
+    sys.modules[name] = importlib.util.module_from_spec(importlib.util.find_spec(name))
+    if "." in name:
+        setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], sys.modules[name])
+for name in {modules!r}:  # which the data and the calls need
     with contextlib.suppress(ImportError):  # some cannot be imported first; then the load does it
         importlib.import_module(name)
 IMPORTED = time.perf_counter()
-DATA = torch.load(pathlib.Path(__file__).with_suffix(".pt"), weights_only=False)
+DATA = torch.load(pathlib.Path(__file__).with_name({data!r}), weights_only=False)
 
 
-def target():
-    if DATA["module"] is not None:
+def function(path):
+    if path is None:
         return DATA["module"]
-    module, _, names = DATA["path"].partition(":")
+    module, _, names = path.partition(":")
     found = importlib.import_module(module)
     for name in names.split("."):
         found = getattr(found, name)
@@ -80,14 +90,16 @@ def row_in(values, call, longer):
 def row_of(call):
     """The row in everything the call returns, or, if it returns nothing, in what it wrote to."""
     args, kwargs = call["args"], call["kwargs"]
-    result = target()(*args, **kwargs)
+    result = function(call["path"])(*args, **kwargs)
     return row_in(result, call, False) or row_in(result, call, True) or row_in((args, kwargs), call, False)
 
 
 with torch.no_grad():
+    for path in {setup!r}:  # what the engine's process had called by then
+        function(path)()
     left, right = row_of(DATA["left"]), row_of(DATA["right"])
-print(DATA["site"], "row", DATA["left"]["row"], "of", DATA["left"]["rows"], "against row", DATA["right"]["row"], "of",
-      DATA["right"]["rows"])
+for side in ("left", "right"):
+    print(f"{{side}}: row {{DATA[side]['row']}} of {{DATA[side]['rows']}}, {{DATA[side]['path'] or DATA['site']}}")
 both = [name for name in left if name in right]
 if not both:
     sys.exit("the two calls return nothing that can be compared")
@@ -121,7 +133,7 @@ def take(value, rows: int, start: int, stop: int):
 def call_of(held: dict, row: int, start: int = 0, stop: int | None = None) -> dict:
     stop = held["rows"] if stop is None else stop
     args, kwargs = (take(held[name], held["rows"], start, stop) for name in ("args", "kwargs"))
-    return {"args": args, "kwargs": kwargs, "rows": stop - start, "row": row - start}
+    return {"path": held["path"], "args": args, "kwargs": kwargs, "rows": stop - start, "row": row - start}
 
 
 def row_bits(function, call: dict) -> dict[str, int] | None:
@@ -138,8 +150,9 @@ def row_bits(function, call: dict) -> dict[str, int] | None:
         return None
 
 
-def _differ(one: dict[str, int] | None, other: dict[str, int] | None) -> bool:
-    return bool(one and other) and any(one[tensor] != other[tensor] for tensor in set(one) & set(other))
+def changed(one: dict[str, int] | None, other: dict[str, int] | None) -> set[str]:
+    """The tensors that two calls both made, and made differently."""
+    return {tensor for tensor in one.keys() & other.keys() if one[tensor] != other[tensor]} if one and other else set()
 
 
 def reduce(function, left: dict, right: dict) -> dict | None:
@@ -148,18 +161,18 @@ def reduce(function, left: dict, right: dict) -> dict | None:
         row = held["row"]
         single = call_of(held, row, row, row + 1)
         alone, start, stop = row_bits(function, single), 0, held["rows"]
-        if not _differ(alone, row_bits(function, call_of(held, row))):
+        if not changed(alone, row_bits(function, call_of(held, row))):
             continue
         while stop - start > 2:  # halve the neighbours away, from the end and then from the front
             middle = (start + stop + 1) // 2
             part = next(((a, b) for a, b in ((start, middle), (middle, stop))
-                         if a <= row < b and _differ(alone, row_bits(function, call_of(held, row, a, b)))), None)
+                         if a <= row < b and changed(alone, row_bits(function, call_of(held, row, a, b)))), None)
             if part is None:
                 break
             start, stop = part
         return {"form": "alone", "left": call_of(held, row, start, stop), "right": single}
     one, two = (call_of(held, held["row"]) for held in (left, right))
-    if _differ(row_bits(function, one), row_bits(function, two)):
+    if changed(row_bits(function, one), row_bits(function, two)):
         return {"form": "arms", "left": one, "right": two}
     return None
 
@@ -189,32 +202,51 @@ class _Bounded:
         self.file.flush()
 
 
-def write(folder: pathlib.Path, name: str, site: str, path: str | None, module, pair: dict,
-          prelude: str = "") -> pathlib.Path:
-    """<name>.py and <name>.pt: the script and the arguments. `prelude`: what it has to do before anything else."""
+def save(folder: pathlib.Path, name: str, site: str, module, pair: dict) -> pathlib.Path:
+    """<name>.pt: two calls, each with the "path" of its function, or with None if it is of the module saved with them."""
     folder.mkdir(parents=True, exist_ok=True)
-    script = folder / f"{name}.py"
-    calls, data = _plain({side: pair[side] for side in ("left", "right")}, {}), script.with_suffix(".pt")
+    calls, data = _plain({side: pair[side] for side in ("left", "right")}, {}), folder / f"{name}.pt"
     bounded = _Bounded(data)
     try:
-        torch.save({"site": site, "path": path, "module": module, **calls}, bounded)
+        torch.save({"site": site, "module": module, **calls}, bounded)
     except BaseException:
         data.unlink()
         raise
     finally:
         bounded.file.close()
-    script.write_text(SCRIPT.format(title=f"{site}: the same row, other bits ({pair['form']}).", prelude=prelude,
-                                    modules=_modules(data, path)))
-    return script
+    return data
 
 
-def _modules(data: pathlib.Path, path: str | None) -> list[str]:
-    """What loading the arguments imports, and where the function is found by its path."""
+def scripts(data: pathlib.Path, title: str, pair: dict, env: dict[str, str], setup: tuple[str, ...] = ()) -> list[str]:
+    """The names of the files that replay the saved calls, the one that imports less first. env: what the process has to
+    see; setup: paths of functions that it has to call before."""
+    paths = {*setup, *(pair[side]["path"] for side in ("left", "right"))} - {None}
+    needed = _modules(data, paths)
+    packages = {name.rsplit(".", depth)[0] for name in needed for depth in range(1, name.count(".") + 1)}
+    bare = sorted(name for name in packages - set(needed) if name.partition(".")[0] != "torch")
+    written = []
+    for without in (bare, []) if bare else ([],):
+        script = data.with_name(f"{data.stem}{'-bare' if without else ''}.py")
+        script.write_text(SCRIPT.format(title=title, env=env, bare=without, modules=needed, data=data.name,
+                                        setup=setup))
+        written.append(script.name)
+    return written
+
+
+def _modules(data: pathlib.Path, paths: set[str]) -> list[str]:
+    """What loading the arguments imports, and where the functions are found by their paths."""
     with zipfile.ZipFile(data) as archive:
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
     named = {argument.split(" ")[0] for op, argument, _ in pickletools.genops(pickled) if op.name == "GLOBAL"}
-    named |= {path.partition(":")[0]} if path else set()
+    named |= {module for path in paths for module in (path.partition(":")[0], *_registering(path))}
     return sorted(named & sys.modules.keys())  # a pickle calls builtins by the name they had in Python 2
+
+
+def _registering(path: str) -> set[str]:
+    """The extensions that register "torch:ops.NAMESPACE.name": they are named as their namespace begins."""
+    namespace = path.split(".")[1] if path.startswith("torch:ops.") else None
+    return {name for name, module in list(sys.modules.items()) if namespace and (
+        name.rpartition(".")[2].startswith(namespace) and (getattr(module, "__file__", None) or "").endswith(".so"))}
 
 
 def run(script: pathlib.Path, env: dict[str, str]) -> dict:
@@ -224,14 +256,34 @@ def run(script: pathlib.Path, env: dict[str, str]) -> dict:
         done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False,
                               timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        return {"shown": False, "seconds": PATIENCE, "import_seconds": None, "run_seconds": None,
-                "said": f"not done after {PATIENCE:.0f} s"}
+        return {"script": script.name, "shown": False, "seconds": PATIENCE, "import_seconds": None,
+                "run_seconds": None, "said": f"not done after {PATIENCE:.0f} s"}
     said = (done.stdout.strip() or done.stderr.strip()).splitlines()
     parts = re.search(r"^seconds: ([\d.]+) for imports, ([\d.]+) after them$", done.stdout, re.MULTILINE)
     imports, after = map(float, parts.groups()) if parts else (None, None)
-    return {"shown": done.returncode == 1 and "\ndiffer: " in done.stdout, "exit": done.returncode,
-            "seconds": round(time.monotonic() - started, 1), "import_seconds": imports, "run_seconds": after,
-            "said": said[-1] if said else ""}
+    return {"script": script.name, "shown": done.returncode == 1 and "\ndiffer: " in done.stdout,
+            "exit": done.returncode, "seconds": round(time.monotonic() - started, 1), "import_seconds": imports,
+            "run_seconds": after, "said": said[-1] if said else ""}
+
+
+def settle(folder: pathlib.Path, names: list[str], env: dict[str, str]) -> tuple[dict, list[dict]]:
+    """Runs the files in turn until one shows the difference: what that one said, and the ones before it, which go, as
+    do those after it. If none does, the last stays."""
+    tried = []
+    for name in names:
+        tried.append(run(folder / name, env))
+        if tried[-1]["shown"]:
+            break
+    kept = tried[-1]["script"]
+    for name in set(names) - {kept}:
+        (folder / name).unlink()
+    for data in {_data_of(folder / name) for name in names} - {_data_of(folder / kept)}:
+        data.unlink()
+    return tried[-1], tried[:-1]
+
+
+def _data_of(script: pathlib.Path) -> pathlib.Path:
+    return script.with_name(script.stem.removesuffix("-bare") + ".pt")
 
 
 def function_of(held: dict, model: torch.nn.Module):

@@ -192,8 +192,8 @@ class Tracer:
 
     def _hold(self, name: str, args, kwargs, path: str | None = None) -> None:
         if name in self.keep:
-            self._held.append({"site": name, "path": path, "rows": self._rows, "args": _clone(args),
-                               "kwargs": _clone(kwargs)})
+            self._held.append({"site": name, "path": path, "rows": self._rows, "args": clone(args),
+                               "kwargs": clone(kwargs)})
 
 
 def resolve(path: str):
@@ -206,14 +206,15 @@ def resolve(path: str):
     return owner, attribute, getattr(owner, attribute)
 
 
-def _clone(value):
+def clone(value):
+    """A nest of arguments as they are now: a call may write to them."""
     if isinstance(value, torch.Tensor):
         as_it_is = isinstance(value, torch.nn.Parameter) or value.numel() * value.element_size() > SHARED
         return value if as_it_is else value.detach().clone()
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return type(value)(_clone(item) for item in value)
+        return type(value)(clone(item) for item in value)
     if type(value) is dict:
-        return {key: _clone(item) for key, item in value.items()}
+        return {key: clone(item) for key, item in value.items()}
     return value
 
 

@@ -182,7 +182,7 @@ class Backend:
         """Reduces the two held calls to a file that shows the difference by itself. env: what vLLM has to see there."""
         import torch
 
-        from prove import repro
+        from prove import leaf, repro
 
         if not all(site in self.held.get(arm, {}) for arm in ("left", "right")):
             return {"form": None, "why": "it was not called with this row in both arms again"}
@@ -190,14 +190,22 @@ class Backend:
         function, module = repro.function_of(left, self.runner.model)
         with torch.inference_mode():
             pair = repro.reduce(function, left, right)
+            inner = pair and leaf.pair(function, pair["left"], pair["right"])
         if pair is None:
             return {"form": None, "why": "replaying the call on its arguments alone shows no difference: it depends on "
                                          "state it reads (a KV cache, the step's attention metadata)"}
-        try:
-            script = repro.write(pathlib.Path(folder), name, site, left["path"], module, pair, _prelude(env))
-        except Exception as error:  # noqa: BLE001 - pickling a module can fail in any way; the finding stands
-            return {"form": pair["form"], "why": f"the call cannot be saved: {type(error).__name__}: {error}"}
-        return {"form": pair["form"], "script": script.name, "rows": [pair["left"]["rows"], pair["right"]["rows"]]}
+        said = {"form": pair["form"], "rows": [pair["left"]["rows"], pair["right"]["rows"]]}
+        if inner:
+            said["operators"] = [inner[side]["path"] for side in ("left", "right")]
+        title, written = f"{site}: the same row, other bits ({pair['form']}).", []
+        for stem, calls, saved in ((f"{name}-operators", inner, None), (name, pair, module)):
+            try:
+                if calls:
+                    data = repro.save(pathlib.Path(folder), stem, site, saved, calls)
+                    written += repro.scripts(data, title, calls, env, _setup(env))
+            except Exception as error:  # noqa: BLE001 - pickling a module can fail in any way; the finding stands
+                said["why"] = f"the call cannot be saved: {type(error).__name__}: {error}"
+        return said | ({"scripts": written} if written else {})
 
     def _drive(self, requests: list[dict], graphs: str, preempt_at: set[int]) -> dict:
         names: dict[str, dict] = {}
@@ -302,13 +310,11 @@ def _packed(side: dict[str, dict], names: dict[str, int]) -> dict[str, list[dict
             for tensor, rows in side.items()}
 
 
-def _prelude(env: dict[str, str]) -> str:
-    """What puts a process of its own into the state in which an engine of this environment calls its operators."""
-    lines = ["import os", f"os.environ.update({env!r})"]
-    if env.get("VLLM_BATCH_INVARIANT") == "1":  # as v1/worker/gpu_worker.py does: it replaces operators of torch
-        lines += ["from vllm.model_executor.determinism.batch_invariant import init_batch_invariance",
-                  "init_batch_invariance()"]
-    return "\n".join(lines)
+def _setup(env: dict[str, str]) -> tuple[str, ...]:
+    """What an engine of this environment calls before its operators, as v1/worker/gpu_worker.py does: it replaces
+    operators of torch."""
+    invariant = env.get("VLLM_BATCH_INVARIANT") == "1"
+    return ("vllm.model_executor.determinism.batch_invariant:init_batch_invariance",) if invariant else ()
 
 
 def _answer(output) -> dict:

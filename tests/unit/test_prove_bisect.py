@@ -88,6 +88,12 @@ def traced(model, batches, keep=None):
     return tracer
 
 
+def write(folder, name, site, module, pair, **more):
+    """The script, of what imports nothing whose packages could be left bare."""
+    (script,) = repro.scripts(repro.save(folder, name, site, module, pair), site, pair, **{"env": {}, **more})
+    return folder / script
+
+
 BATCHED, ALONE = [(0, 9)], [(i, i + 1) for i in range(9)]
 
 
@@ -229,7 +235,7 @@ def test_the_repro_runs_by_itself_and_shows_the_difference(ops, tmp_path):
     assert function is ops.mix and module is None
     pair = repro.reduce(function, left, right)
     assert pair["form"] == "alone" and pair["left"]["rows"] == 5 and pair["right"]["rows"] == 1  # 9 rows halved to 5
-    script = repro.write(tmp_path / "out", "repro", left["site"], left["path"], module, pair)
+    script = write(tmp_path / "out", "repro", left["site"], module, pair)
     started = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=False)
@@ -279,9 +285,9 @@ def test_a_parameter_is_saved_without_what_the_engine_hung_on_it(tmp_path):
     """vLLM's parameters carry their loaders, bound methods of layers: pickled, they would be the whole model."""
     weight = torch.nn.Parameter(torch.randn(8, 8))
     weight.weight_loader = lambda: None  # cannot be pickled at all
-    call = {"args": (torch.randn(1, 8), weight), "kwargs": {}, "rows": 1, "row": 0}
-    script = repro.write(tmp_path, "r", "f", "torch.nn.functional:linear", None,
-                         {"form": "alone", "left": call, "right": call})
+    call = {"path": "torch.nn.functional:linear", "args": (torch.randn(1, 8), weight), "kwargs": {}, "rows": 1,
+            "row": 0}
+    script = write(tmp_path, "r", "f", None, {"left": call, "right": call})
     kept = torch.load(script.with_suffix(".pt"), weights_only=False)["left"]["args"][1]
     assert isinstance(kept, torch.nn.Parameter) and torch.equal(kept, weight)
     said = repro.run(script, dict(os.environ))
@@ -311,10 +317,10 @@ def test_what_a_file_imports_is_timed_apart_from_what_it_does(as_module, tmp_pat
     monkeypatch.syspath_prepend(str(tmp_path))
     import slow_to_import
 
-    call = {"args": (torch.zeros(2, 4),), "kwargs": {}, "rows": 2}
-    pair = {"form": "arms", "left": call | {"row": 0}, "right": call | {"row": 1}}
-    script = repro.write(tmp_path / "out", "r", "f", None if as_module else "slow_to_import:double",
-                         slow_to_import.Doubler() if as_module else None, pair)
+    call = {"path": None if as_module else "slow_to_import:double", "args": (torch.zeros(2, 4),), "kwargs": {},
+            "rows": 2}
+    pair = {"left": call | {"row": 0}, "right": call | {"row": 1}}
+    script = write(tmp_path / "out", "r", "f", slow_to_import.Doubler() if as_module else None, pair)
     said = repro.run(script, os.environ | {"PYTHONPATH": str(tmp_path)})
     assert said["shown"], said
     assert said["import_seconds"] >= 1.5 and said["run_seconds"] < said["import_seconds"] <= said["seconds"], said
@@ -322,28 +328,92 @@ def test_what_a_file_imports_is_timed_apart_from_what_it_does(as_module, tmp_pat
     sys.modules.pop("slow_to_import")
 
 
-def test_only_what_a_file_does_after_its_imports_has_to_be_quick():
-    def shown(**ran):
-        return bisect._shown({"repro": {"run": {"shown": True, "seconds": 35.8, **ran}}})
-    assert shown(import_seconds=29.0, run_seconds=6.8) and not shown(import_seconds=1.0, run_seconds=10.0)
-    assert not bisect._shown({"repro": {"run": {"shown": False, "seconds": 120.0, "run_seconds": None}}})
+def test_a_file_has_to_be_quick_with_its_imports():
+    def shown(seconds, **ran):
+        return bisect._shown({"repro": {"run": {"shown": True, "seconds": seconds, **ran}}})
+    assert shown(9.9, import_seconds=7.0, run_seconds=2.0) and not shown(10.1, import_seconds=7.0, run_seconds=2.0)
+    assert not bisect._shown({"repro": {"run": {"shown": False, "seconds": 2.0}}})
     assert not bisect._shown({"repro": {"form": None}}) and not bisect._shown(None)
 
 
 def test_arguments_that_would_take_seconds_to_load_are_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(repro, "LARGEST", 1000)
-    call = {"args": (torch.zeros(1, 4000),), "kwargs": {}, "rows": 1, "row": 0}
+    call = {"path": "torch:neg", "args": (torch.zeros(1, 4000),), "kwargs": {}, "rows": 1, "row": 0}
     with pytest.raises((ValueError, RuntimeError)):
-        repro.write(tmp_path, "r", "f", "torch:neg", None, {"form": "alone", "left": call, "right": call})
+        repro.save(tmp_path, "r", "f", None, {"left": call, "right": call})
     assert not list(tmp_path.iterdir())
 
 
-def test_the_file_begins_with_what_it_has_to_do_first(tmp_path):
-    call = {"args": (torch.zeros(1, 4),), "kwargs": {}, "rows": 1, "row": 0}
-    script = repro.write(tmp_path, "r", "f", "torch:neg", None, {"form": "alone", "left": call, "right": call},
-                         "import os\nos.environ.update({'A_WORD': 'seen'})\nprint(os.environ['A_WORD'])")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout.startswith("seen\n"), done.stdout + done.stderr
+PREPARED = """
+import os
+print("imported with", os.environ.get("A_WORD"))
+def call_first():
+    print("prepared")
+"""
+
+
+def test_the_file_begins_with_what_it_has_to_do_first(tmp_path, monkeypatch):
+    (tmp_path / "preparing.py").write_text(PREPARED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import preparing  # noqa: F401 - as the engine has
+
+    call = {"path": "torch:neg", "args": (torch.zeros(1, 4),), "kwargs": {}, "rows": 1, "row": 0}
+    script = write(tmp_path, "r", "f", None, {"left": call, "right": call}, env={"A_WORD": "seen"},
+                   setup=("preparing:call_first",))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0 and done.stdout.startswith("imported with seen\nprepared\n"), done.stdout + done.stderr
+    sys.modules.pop("preparing")
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """heavy/ops/kernel.py, in packages that print when they are imported as a whole."""
+    folder = tmp_path / "heavy" / "ops"
+    folder.mkdir(parents=True)
+    for place in (folder.parent, folder):
+        (place / "__init__.py").write_text("print('the whole package')\nFACTOR = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "heavy"]:
+        del sys.modules[name]
+
+
+KERNEL = """
+import torch
+{imports}
+def double(x):
+    return x * FACTOR + torch.arange(len(x))[:, None]
+"""
+
+
+@pytest.mark.parametrize("imports, bare", [("FACTOR = 2", True), ("from heavy.ops import FACTOR", False)])
+def test_a_file_imports_a_module_without_its_packages_where_that_is_enough(imports, bare, package, tmp_path):
+    (package / "kernel.py").write_text(KERNEL.format(imports=imports))
+    import heavy.ops.kernel  # noqa: F401 - as the engine has
+
+    call = {"path": "heavy.ops.kernel:double", "args": (torch.zeros(2, 4),), "kwargs": {}, "rows": 2}
+    pair = {"left": call | {"row": 0}, "right": call | {"row": 1}}
+    names = repro.scripts(repro.save(tmp_path / "out", "r", "f", None, pair), "f", pair, {})
+    assert names == ["r-bare.py", "r.py"]
+    said, tried = repro.settle(tmp_path / "out", names, os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert said["shown"] and said["script"] == names[0 if bare else 1], said
+    assert [each["script"] for each in tried] == ([] if bare else ["r-bare.py"])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"r.pt", said["script"]}
+
+
+def test_of_several_files_the_first_that_shows_it_is_kept_or_else_the_last(tmp_path):
+    call = {"path": "torch:neg", "args": (torch.zeros(1, 4),), "kwargs": {}, "rows": 1, "row": 0}
+    same, other = {"left": call, "right": call}, {"left": call, "right": call | {"path": "torch:cos"}}
+
+    def settled(**pairs):
+        names = [write(tmp_path, name, "f", None, pair).name for name, pair in pairs.items()]
+        said, tried = repro.settle(tmp_path, names, dict(os.environ))
+        return said["script"], said["shown"], len(tried), {path.name for path in tmp_path.iterdir()}
+    assert settled(a=same, b=other, c=other) == ("b.py", True, 1, {"b.py", "b.pt"})
+    (tmp_path / "b.py").unlink()
+    (tmp_path / "b.pt").unlink()
+    assert settled(a=same, b=same) == ("b.py", False, 1, {"b.py", "b.pt"})
 
 
 def test_the_earliest_parting_request_comes_first():
@@ -421,12 +491,14 @@ def test_a_difference_with_batch_invariance_on_is_found_and_does_not_pass(comman
     """Its file first makes of its process what the engine's was: here the module stands for vLLM's."""
     folder = tmp_path / "vllm" / "model_executor" / "determinism"
     folder.mkdir(parents=True)
+    for package in list(folder.parents)[:2] + [folder]:
+        (package / "__init__.py").touch()
     (folder / "batch_invariant.py").write_text("def init_batch_invariance():\n    print('made invariant')\n")
     data = command(("decode", "prefill-alone"), invariant=True)
     assert data["finding"]["site"] == "layers.1/mix#0" and not data["passed"]
     assert data["finding"]["repro"]["run"]["shown"], data["finding"]["repro"]
     script = tmp_path / "logs" / "repro" / data["finding"]["repro"]["script"]
-    assert "init_batch_invariance()" in script.read_text()
+    assert ":init_batch_invariance" in script.read_text()
 
 
 def test_arms_that_agree_pass_only_with_batch_invariance_on(command):
@@ -440,10 +512,13 @@ def test_a_tree_that_is_not_locked_proves_nothing(command):
     assert not command(("decode", "decode-reversed"), invariant=True, state="other")["complete"]
 
 
-def test_an_operator_that_is_not_watched_is_found_as_its_layer_which_cannot_be_saved(command):
+def test_an_operator_that_is_not_watched_is_named_inside_its_layer(command):
+    """The layer itself cannot be saved: it hangs a function on its parameter."""
     data = command(functions=["planted_ops:gone"])
-    assert data["finding"]["site"] == "layers.1" and "cannot be saved" in data["finding"]["repro"]["why"]
-    assert "gone" in data["finding"]["missing"][0] and not data["passed"]
+    found = data["finding"]["repro"]
+    assert data["finding"]["site"] == "layers.1" and "gone" in data["finding"]["missing"][0]
+    assert found["operators"] == ["planted_ops:mix", "planted_ops:mix"] and found["run"]["shown"], found
+    assert "cannot be saved" in found["why"] and data["passed"]
 
 
 @pytest.mark.parametrize("fault", ["logits", "sampler"])

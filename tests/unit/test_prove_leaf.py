@@ -1,0 +1,172 @@
+"""What is named inside a site: the two calls that were given the same bits of a row and made other bits of it."""
+import sys
+import types
+
+import pytest
+
+import torch
+
+from prove import leaf, repro
+
+KERNELS = """
+import torch
+
+def small(x, weight):
+    return (x[:, None, :] * weight[None]).sum(-1)
+
+def written(x, weight, out):
+    out.copy_(small(x, weight))
+
+def many(*tensors):
+    return small(*tensors)
+
+def twofold(x, weight):
+    '''Another sum over K where more than 4 rows run together.'''
+    return small(x, weight) if len(x) <= 4 else small(x[:, :4], weight[:, :4]) + small(x[:, 4:], weight[:, 4:])
+"""
+ROWS = torch.randn(9, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    (tmp_path / "leaf_kernels.py").write_text(KERNELS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("leaf_kernels", None)
+    import leaf_kernels
+
+    return leaf_kernels
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, few, many):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.few, self.many = torch.nn.Parameter(torch.randn(8, 8)), few, many
+
+    def forward(self, x):
+        return (self.many if len(x) > 4 else self.few)(x, self.weight)
+
+
+def calls(layer):
+    """A row's call together with others and alone, whose answers differ."""
+    for row in range(len(ROWS)):
+        left = {"site": "l", "path": None, "args": (ROWS,), "kwargs": {}, "rows": 9, "row": row}
+        found = repro.reduce(layer, left, left | {"args": (ROWS[row:row + 1],), "rows": 1, "row": 0})
+        if found:
+            return found["left"], found["right"]
+    raise AssertionError("the layer's rows have the same bits alone")
+
+
+def named(layer):
+    with torch.inference_mode():
+        left, right = calls(layer)
+        found = leaf.pair(layer, left, right)
+    return found and tuple(found[side]["path"] for side in ("left", "right"))
+
+
+def matmul(x, weight):
+    return torch.mm(x, weight.T)
+
+
+def test_the_operators_that_a_module_chooses_between_are_named(kernels):
+    assert named(Layer(kernels.small, matmul)) == ("torch:ops.aten.mm.default", "leaf_kernels:small")
+
+
+def test_they_are_found_behind_other_modules(kernels):
+    inside = torch.nn.Sequential(torch.nn.LayerNorm(8), Layer(kernels.small, matmul), torch.nn.ReLU())
+    assert named(inside) == ("torch:ops.aten.mm.default", "leaf_kernels:small")
+
+
+def test_an_operator_that_both_arms_call_is_named_before_what_follows_from_it(kernels):
+    class Follows(Layer):
+        def forward(self, x):
+            return torch.mm(kernels.twofold(x, self.weight).tanh(), self.weight)
+    assert named(Follows(None, None)) == ("leaf_kernels:twofold", "leaf_kernels:twofold")
+
+
+def test_what_is_written_to_an_argument_counts_as_made(kernels):
+    def filled(function):
+        def fill(x, weight):
+            out = torch.empty(len(x), 8)
+            function(x, weight, out)
+            return out
+        return fill
+
+    def mm_out(x, weight, out):
+        torch.mm(x, weight.T, out=out)
+    found = named(Layer(filled(kernels.written), filled(mm_out)))
+    assert found == ("torch:ops.aten.mm.out", "leaf_kernels:small")
+
+
+def test_a_function_of_any_number_of_arguments_is_passed_over(kernels):
+    assert named(Layer(kernels.many, matmul)) == ("torch:ops.aten.mm.default", "leaf_kernels:small")
+
+
+def test_a_difference_that_no_call_inside_makes_of_equal_inputs_has_no_name():
+    """The last operator makes what is returned, but of other inputs; the ones before it have no counterpart."""
+    def halves(x, weight):
+        return (x[:, :4] @ weight[:, :4].T).add(x[:, 4:] @ weight[:, 4:].T)
+
+    def whole(x, weight):
+        return (x[:, None] * weight[None]).sum(-1)
+    assert named(Layer(whole, halves)) is None
+
+
+def test_the_arguments_are_those_before_the_call(kernels):
+    """Both arms overwrite their input after they have used it."""
+    class Overwrites(Layer):
+        def forward(self, x):
+            made = super().forward(x)
+            x.zero_()
+            return made
+    layer = Overwrites(kernels.small, matmul)
+    with torch.inference_mode():
+        left, right = calls(layer)
+        found = leaf.pair(layer, left, right)
+    assert torch.equal(found["left"]["args"][0], left["args"][0]) and left["args"][0].any()
+    assert torch.equal(found["right"]["kwargs"]["x"], right["args"][0])
+
+
+def test_a_site_that_objects_to_being_watched_keeps_its_own_file(kernels, capsys):
+    layer, before = Layer(kernels.small, matmul), sys.getprofile()
+    with torch.inference_mode():
+        left, right = calls(layer)
+        layer.many = layer.few = lambda x, weight: (_ for _ in ()).throw(ValueError("not today"))
+        assert leaf.pair(layer, left, right) is None
+    assert "not looked into: ValueError: not today" in capsys.readouterr().out
+    assert sys.getprofile() is before
+
+
+REGISTERING = """
+import torch
+
+library = torch.library.Library("leaf_test", "FRAGMENT")
+library.define("small(Tensor x, Tensor weight) -> Tensor")
+
+def computed(x, weight):
+    return (x[:, None, :] * weight[None]).sum(-1)
+
+library.impl("small", computed, "CPU")
+"""
+
+
+def test_an_operator_registered_in_python_is_named_by_its_function(tmp_path, monkeypatch):
+    """A file that calls it through torch.ops would have to know which module registers it."""
+    (tmp_path / "leaf_registering.py").write_text(REGISTERING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import leaf_registering  # noqa: F401 - registers the operator
+
+    layer = Layer(lambda x, weight: torch.ops.leaf_test.small(x, weight), matmul)
+    with torch.inference_mode():
+        found = leaf.pair(layer, *calls(layer))
+    assert found["right"]["path"] == "leaf_registering:computed"
+    (script,) = repro.scripts(repro.save(tmp_path, "r", "l", None, found), "l", found, {})
+    said = repro.run(tmp_path / script, {"PYTHONPATH": str(tmp_path)})
+    assert said["shown"], said
+
+
+def test_the_file_of_an_extension_s_operator_imports_the_extension(monkeypatch):
+    for name, file in (("engine._Ctest", "a.abi3.so"), ("engine._Ctest_stable", "b.so"), ("engine._Ctest_py", "c.py")):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(__file__=file))
+    assert repro._registering("torch:ops._Ctest.f.default") == {"engine._Ctest", "engine._Ctest_stable"}
+    assert not repro._registering("torch:ops.aten.mm.default") and not repro._registering("engine._Ctest:f")
