@@ -203,7 +203,7 @@ class _Bounded:
 
 
 def save(folder: pathlib.Path, name: str, site: str, module, pair: dict) -> pathlib.Path:
-    """<name>.pt: two calls, each with the "path" of its function, or with None if it is of the module saved with them."""
+    """<name>.pt: two calls, each with the "path" of its function, or None for the module that is saved with them."""
     folder.mkdir(parents=True, exist_ok=True)
     calls, data = _plain({side: pair[side] for side in ("left", "right")}, {}), folder / f"{name}.pt"
     bounded = _Bounded(data)
