@@ -7,8 +7,10 @@ both sides meet the same of it. The ratio is the median over the quads, so what 
 that an engine has every few steps is in all its blocks, and is not. A rarer one would be: so there is no verdict where
 the ratio of all time is another.
 
-A block is timed as a whole. The medians of its steps stand beside it in the record: they would hide a slow step in
-thirty-two. The same arithmetic compares the baseline with itself: its later block of each quad with its earlier one.
+A block is timed as a whole, and ends the run if a step between its timed ones did not decode all requests: a cache that
+is just full on one side would else count as slow kernels. The medians of its steps stand beside it in the record: they
+would hide a slow step in thirty-two. The same arithmetic compares the baseline with itself: its later block of each
+quad with its earlier one.
 """
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ class Clock:
     def __init__(self, runner, rows: int, profile_steps: int):
         self.runner, self.rows, self.profile_steps = runner, rows, profile_steps
         self.times: list[float] = []
+        self.others: list[int] = []  # of each other step, how many of `times` came before it
         self.profiler, self.kernels, self.profiled = None, [], 0
         self.host, self.host_runs = HostProfile(), False
 
@@ -50,6 +51,8 @@ class Clock:
             self.times.append(time.perf_counter())
             if self.profile_steps:
                 self._profile()
+        else:
+            self.others.append(len(self.times))
         return self.execute(scheduler_output, *args, **kwargs)
 
     def _profile(self) -> None:
@@ -108,9 +111,13 @@ class Decoding:
         return {"seconds": self.clock.times[0] - started}
 
     def block(self, steps: int, untimed: int) -> dict:
-        """`untimed` steps to take up the work again, then `steps` by the clock."""
+        """`untimed` steps to take up the work again, then `steps` by the clock, with no other between them: where the
+        cache is just full, some decode fewer requests, or prefill one anew."""
         stamps = untimed + steps + 1
         times = self._advance(stamps, most=2 * stamps)[untimed:]
+        if fewer := sum(before > untimed for before in self.clock.others):
+            raise RuntimeError(f"{fewer} steps between the {steps} timed ones did not have all {len(self.names)} "
+                               "requests decoding: the cache does not hold them all any more")
         each = [after - before for before, after in zip(times, times[1:], strict=False)]
         return {"steps": steps, "seconds": times[-1] - times[0], "median": statistics.median(each),
                 "longest": max(each)}
@@ -118,7 +125,7 @@ class Decoding:
     def _advance(self, stamps: int, most: float = math.inf) -> list[float]:
         """The times at which steps began in which all decode, `stamps` of them within `most` steps."""
         times, taken = self.clock.times, 0
-        del times[:]
+        del times[:], self.clock.others[:]
         gc.disable()
         try:
             with self.clock:

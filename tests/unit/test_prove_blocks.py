@@ -204,6 +204,22 @@ def test_steps_in_which_not_all_decode_are_no_block_and_do_not_go_on_for_ever():
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize("step, seen", [(1, False), (5, False), (6, True), (37, True), (38, False)])
+def test_no_timed_step_is_one_in_which_fewer_decode(step, seen):
+    """As where a cache is just full: the requests that it does not hold are prefilled anew between two stamps."""
+    begun = 2 + SETTLED
+    engine = Engine(short=(begun + step,))
+    decoding = Decoding(engine, engine.runner, ["a", "b", "c"])
+    decoding.begin()
+    if seen:
+        with pytest.raises(RuntimeError, match="1 steps between the 32 timed ones did not have all 3 requests"):
+            decoding.block(32, 4)
+    else:
+        assert decoding.block(32, 4)["steps"] == 32 and engine.taken == begun + 37 + (step < 38)
+    engine.short = ()
+    assert decoding.block(32, 4)["steps"] == 32  # each block by itself
+
+
 # ---- the machine's side
 
 

@@ -42,3 +42,9 @@ def test_a_run_whose_time_ends_keeps_what_was_compared_and_says_what_is_missing(
     assert [row["within"] for row in data["rows"]] == [True, True] and data["caught"] == {"one": 1}
     assert data["missing"] == ["planted other"] and said in data["error"]
     assert not data["complete"] and not data["passed"]
+
+
+def test_a_gradient_over_its_bound_or_not_a_number_exceeds():
+    rows = [{"error": 0.03, "usual_error": 0.02}, {"error": 0.05, "usual_error": 0.02},
+            {"error": float("nan"), "usual_error": 0.02}, {"error": 2.0**-6, "usual_error": 0.0}]
+    assert grad.exceeding(rows) == rows[1:3]

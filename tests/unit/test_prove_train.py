@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from prove import grad, train
+from prove import train
 from prove.engine import pack
 
 
@@ -122,9 +122,3 @@ def test_a_row_holds_by_everything_that_was_asked(change):
            "modes": {"FULL": 64}, "whole_vocab": {"positions": 8, "differing_words": 0, "nan": 0}}
     assert train.held(row, sleep=2, positions=8)
     assert not train.held(row | change, sleep=2, positions=8)
-
-
-def test_a_gradient_over_its_bound_or_not_a_number_exceeds():
-    rows = [{"error": 0.03, "usual_error": 0.02}, {"error": 0.05, "usual_error": 0.02},
-            {"error": float("nan"), "usual_error": 0.02}, {"error": 2.0**-6, "usual_error": 0.0}]
-    assert grad.exceeding(rows) == rows[1:3]

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from prove import grad, recipe, train, ui
+from prove import grad, recipe, record, train, ui
 from prove.engine import EngineError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -95,11 +95,15 @@ def test_one_word_of_a_token_that_was_not_sampled_is_a_difference(run):
     assert data["rows"][0]["whole_vocab"]["differing_words"] == 1 and not data["passed"]
 
 
-def test_gradients_are_within_their_bounds_and_every_planted_fault_is_caught(run):
+def test_gradients_are_within_their_bounds_and_every_planted_fault_is_caught(run, monkeypatch):
+    missing, write = [], record.Record.write
+    monkeypatch.setattr(record.Record, "write", lambda kept: (missing.append(kept.data.get("missing")), write(kept)))
     data = run(grad.grad)
     assert all(row["within"] for row in data["rows"]) and len(data["rows"]) == 1 + 39
     assert data["rows"][0]["parameter"] == "logprobs"
     assert set(data["caught"]) == set(grad.FAULTS) and all(data["caught"].values())
+    left = [f"planted {fault}" for fault in grad.FAULTS]
+    assert all(left[done:] in missing for done in range(len(left) + 1)) and not missing[-1]  # step by step
 
 
 def test_a_checkpoint_of_other_bits_is_refused(run, tmp_path, monkeypatch):

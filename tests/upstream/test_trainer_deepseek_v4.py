@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from prove import grad, recipe, train, ui
+from prove import grad, recipe, record, train, ui
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FAKE = str(ROOT / "tests" / "unit" / "trainer_fake_dsv4.py")
@@ -64,9 +64,12 @@ def test_scales_that_stay_behind_are_a_difference(run):
 
 def test_gradients_are_within_their_bounds_and_every_planted_fault_is_caught(run, monkeypatch):
     monkeypatch.setattr(grad, "LENGTHS", (1, 2, 9, 129))
+    missing, write = [], record.Record.write
+    monkeypatch.setattr(record.Record, "write", lambda kept: (missing.append(kept.data.get("missing")), write(kept)))
     data = run(command=grad.grad)
     assert [row["parameter"] for row in data["rows"] if not row["within"]] == []
     assert len(data["caught"]) == 6 and all(data["caught"].values()), data["caught"]
+    assert [m[0] for m in missing if m][-3:] == [f"{left} of 4 losses" for left in (3, 2, 1)] and not missing[-1]
 
 
 def test_a_fault_smaller_than_the_cost_of_fp8_is_caught_at_the_actors_operands(run, monkeypatch):
