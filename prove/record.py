@@ -56,6 +56,11 @@ def digests(lock_path: pathlib.Path = ROOT / "patchset.lock") -> set[str]:
     return {target["digest"] for target in _targets(lock_path).values()} if lock_path.is_file() else set()
 
 
+def paths(entry: str | None, lock_path: pathlib.Path = ROOT / "patchset.lock") -> list[str]:
+    """What an entry of the lock names; nothing where a tree was bound to none."""
+    return list(_targets(lock_path)[entry]["paths"]) if entry else []
+
+
 def _sha(path: pathlib.Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 

@@ -11,9 +11,10 @@ unharmed: a float's shortest decimal text names it exactly. The server writes -9
 here it is a NaN again, which no comparison forgives.
 
 What the record is bound to is the vLLM that this command's own Python would import. Run it where the server runs, with
-the server's interpreter: of what it imported, the server says the version and no more. One of another version is
-refused; one that was patched otherwise, or started before a change of the files, is not seen. Flags and environment in
-the record are the recipe's.
+the server's interpreter: of what it imported, the server says the version, and by its metrics since when it runs. One
+of another version is refused, and one that began before a file that the lock names was written. Not seen is a server
+that imported another folder of the same version, nor when one began that shares its metrics among several API servers.
+Flags and environment in the record are the recipe's.
 """
 from __future__ import annotations
 
@@ -48,12 +49,16 @@ class Server:
         self.url, self.ranks, self.shift, self.salt = url.rstrip("/"), ranks, 0, 0
 
     def about(self) -> dict:
-        """The version and the tokens of a cache block. Raises EngineError if no vLLM answers there."""
+        """The version, the tokens of a cache block, and since when it counts, None where it does not say. Raises
+        EngineError if no vLLM answers there."""
         version = self._json("/version", None, 30, lambda said: str(said["version"]))
-        found = re.search(r'vllm:cache_config_info\{[^}]*\bblock_size="(\d+)"', self._ask("/metrics", None, 30))
+        metrics = self._ask("/metrics", None, 30)
+        found = re.search(r'vllm:cache_config_info\{[^}]*\bblock_size="(\d+)"', metrics)
         if not found:
             raise EngineError("failed", f"{self.url}/metrics names no block size: is it a vLLM server?")
-        return {"versions": {"vllm": version}, "cache_block": int(found[1])}
+        created = re.findall(r"^vllm:\w+_created\b.* ([\d.e+]+)$", metrics, re.MULTILINE)
+        return {"versions": {"vllm": version}, "cache_block": int(found[1]),
+                "since": min(map(float, created), default=None)}
 
     def call(self, op: str, timeout: float, *, requests: list[dict], fresh: bool = True,
              one_by_one: bool = False) -> dict:
@@ -118,6 +123,14 @@ def _require_version(server: str, url: str, vllm: pathlib.Path) -> None:
     if found[1] != server:
         raise ValueError(f"the server at {url} runs vLLM {server}, this Python's is {found[1]} ({vllm}): run it with "
                          "the server's interpreter")
+
+
+def _require_unchanged(since: float | None, url: str, site: pathlib.Path) -> None:
+    """A server goes on with what it imported. `since` is of its own clock, which is this one's where it runs here."""
+    files = [path for path in record.paths(record.bind(site).get("entry")) if (site / path).is_file()]
+    if since and (later := sorted(path for path in files if (site / path).stat().st_mtime > since)):
+        raise ValueError(f"the server at {url} began before {later[0]} was written" + (
+            f", and {len(later) - 1} more" if len(later) > 1 else "") + ": start it anew")
 
 
 def _read(answer, deadline: float) -> bytes:
@@ -193,6 +206,7 @@ def served(recipe: Recipe, ui: UI, *, url: str, tokens: int, out: pathlib.Path, 
     server = Server(url, ranks)
     about, vllm = server.about(), pathlib.Path(spec.origin).parent
     _require_version(about["versions"]["vllm"], server.url, vllm)
+    _require_unchanged(about["since"], server.url, vllm.parent)
     kept.engine("served", {**about, "vllm_path": str(vllm)}, recipe.engine_flags(True),
                 recipe.environment(True))
     context, deadline, rows = Context(work), time.monotonic() + budget, []

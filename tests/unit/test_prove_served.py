@@ -3,6 +3,7 @@ import hashlib
 import http.client
 import http.server
 import json
+import os
 import socket
 import sys
 import threading
@@ -36,7 +37,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         said = {"/version": '{"version": "0.33.0"}',
-                "/metrics": 'x 1\nvllm:cache_config_info{a="b",block_size="256",c="d"} 1.0\n'}
+                "/metrics": 'x 1\nvllm:cache_config_info{a="b",block_size="256",c="d"} 1.0\n' + self.server.metrics}
         self._answer(200 if self.path in said else 404, said.get(self.path, ""))
 
     def do_POST(self):
@@ -99,11 +100,14 @@ def run(tmp_path, monkeypatch):
         "digest": "d", "paths": {"vllm/__init__.py": {"before": None, "after": sha}}}}}))
     bind = record.bind
     monkeypatch.setattr(record, "bind", lambda folder: bind(folder, lock_path=lock))
+    paths = record.paths
+    monkeypatch.setattr(record, "paths", lambda entry: paths(entry, lock_path=lock))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads, server.request_queue_size = True, 256
+    server.metrics = ""
     server.lock, server.ranks, server.running, server.most = threading.Lock(), set(), 0, 0
     threading.Thread(target=server.serve_forever, daemon=True).start()
     called = served.Server.call
@@ -177,6 +181,22 @@ def test_a_server_of_another_version_is_refused(run, file, said):
         (run.site / "_version.py").write_text(file)
     with pytest.raises(ValueError, match=said):
         run()
+
+
+@pytest.mark.parametrize("seconds, refused", [(-60, False), (60, True)])
+def test_a_server_that_began_before_a_file_was_written_is_refused(seconds, refused, run):
+    """It goes on with what it imported, and the record would be bound to what lies there now."""
+    began = 1796089494.6455019
+    run.server.metrics = (f'vllm:num_preemptions_created{{engine="0",model_name="a b"}} {began!r}\n'
+                          f"vllm:x_seconds_created {began + 5:.10e}\nother_created 1.0\n")
+    os.utime(run.site / "__init__.py", (began + seconds, began + seconds))
+    os.utime(run.site / "_version.py", (began + 60, began + 60))  # the lock does not name it
+    if refused:
+        with pytest.raises(ValueError, match="began before vllm/__init__.py was written: start it anew"):
+            run()
+        assert not list(run.site.parents[1].glob("served-*"))
+    else:
+        assert run()["engines"]["served"]["since"] == began
 
 
 def test_a_server_without_the_endpoint_is_told_how_to_start(run):
