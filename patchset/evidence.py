@@ -57,10 +57,15 @@ def _locks(value) -> Iterator[dict | str]:
             yield from _locks(inner)
 
 
+def paths(folder: Path) -> list[Path]:
+    """The records of a folder, and those of another stack in a folder of their own. `kernels` holds raw figures."""
+    return sorted(path for path in folder.rglob("*.json") if "kernels" not in path.relative_to(folder).parts)
+
+
 def records(root: Path, today: set[str]) -> list[dict]:
     """Every record there is: what it is of, and why it bears out nothing ('' if it does)."""
     found = []
-    for path in sorted((root / "evidence").glob("*.json")):
+    for path in paths(root / "evidence"):
         record = _read(path)
         found.append({"record": path.relative_to(root).as_posix(), "verb": str(record.get("verb", "")),
                       "subject": str(record.get("subject", "")), "why_not": why_not(path, today)})
@@ -74,7 +79,7 @@ def passed(path: Path) -> bool:
 
 def all_in(folder: Path) -> list[dict]:
     """Every record of a folder, a damaged one as an empty one."""
-    return [_read(path) for path in sorted(folder.glob("*.json"))]
+    return [_read(path) for path in paths(folder)]
 
 
 def _read(path: Path) -> dict:
@@ -89,7 +94,7 @@ def _read(path: Path) -> dict:
 def verdicts(root: Path, today: set[str]) -> dict[str, list[dict]]:
     """Slug -> what each record of `prove counter` says of it: record, state, and whether today's lock made it."""
     found: dict[str, list[dict]] = {}
-    for path in sorted((root / "evidence").glob("*.json")):
+    for path in paths(root / "evidence"):
         record = _read(path)
         rows = record.get("rows")
         for row in rows if isinstance(rows, list) else []:

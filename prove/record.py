@@ -68,8 +68,8 @@ def _sha(path: pathlib.Path) -> str | None:
 def stale(folder: pathlib.Path, lock_path: pathlib.Path) -> dict[str, str]:
     """Records that claim to have passed, but not with the lock of today: name -> why."""
     today = digests(lock_path)
-    claimed = [path for path in sorted(folder.glob("*.json")) if json.loads(path.read_text()).get("passed")]
-    return {path.name: why for path in claimed if (why := evidence.why_not(path, today))}
+    claimed = [path for path in evidence.paths(folder) if json.loads(path.read_text()).get("passed")]
+    return {str(path.relative_to(folder)): why for path in claimed if (why := evidence.why_not(path, today))}
 
 
 def commit(root: pathlib.Path = ROOT) -> str:

@@ -25,7 +25,15 @@ def readme():
 
 @pytest.fixture(scope="module")
 def found():
-    return {path.stem: json.loads(path.read_text()) for path in (ROOT / "evidence").rglob("*.json")}
+    """Of the stack that the table names; its raw figures of kernels too."""
+    return {path.stem: json.loads(path.read_text()) for folder in (".", "kernels")
+            for path in (ROOT / "evidence" / folder).glob("*.json")}
+
+
+@pytest.fixture(scope="module")
+def newer():
+    """The same of the stack that the wheel asks for."""
+    return {path.stem: json.loads(path.read_text()) for path in (ROOT / "evidence" / "torch-2.14").rglob("*.json")}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +64,7 @@ def differing(part):
 
 
 def test_a_zero_in_the_table_is_every_comparison_of_its_record(readme, found):
-    zeros = re.findall(r"\[(?:0|lag \d)\]\(evidence/([^)]+)\.json\)", readme)
+    zeros = re.findall(r"\[(?:0|lag \d)\]\(evidence/([^)/]+)\.json\)", readme)
     assert {name.split("-")[0] for name in zeros} == {"rollout", "served", "train", "cp", "async"}
     for name in zeros:
         assert all(set(differing(row)) == {0} for row in found[name]["rows"] if row["case"] != "gradients"), name
@@ -185,8 +193,11 @@ def test_the_readme_quotes_the_contrast_and_the_repro(prose, found):
     assert (f"decode against prefill {decoded['differing_words']:,} of {decoded['tokens']:,} words differ, k3 "
             f"{decoded['k3']:.2f}; other order {rows['reversed']['differing_words']:,}; the same run twice "
             f"{rows['twice']['differing_words']:,}") in prose
-    run = found["bisect-contrast-nemotron-3.5-lightning-tiny"]["finding"]["repro"]["run"]
-    assert f"runs for {run['run_seconds']:.0f} s, after {run['import_seconds']:.0f} s of importing vLLM" in prose
+    repro = found["bisect-contrast-nemotron-3.5-lightning-tiny"]["finding"]["repro"]
+    assert f"in {repro['run']['seconds']:.1f} s with its imports" in prose
+    assert repro["operators"] == ["torch:ops.aten.mm.dtype",
+                                  "vllm.model_executor.kernels.linear.cute_dsl.ll_bf16:ll_bf16_gemm"]
+    assert repro["rows"] == [20, 1] and "`torch.mm` for 20 rows and `ll_bf16_gemm` for one" in prose
 
 
 def test_the_readme_quotes_what_was_compared(prose, found):
@@ -274,14 +285,58 @@ def test_the_readme_quotes_the_trainers_memory_and_launches(prose, found):
     assert f"the optimizer {optimizer['aligned']:.0f} ms against {optimizer['ordinary']:.0f}" in prose
 
 
+def test_the_readme_quotes_the_newer_stack(readme, newer):
+    linked = set(re.findall(r"\(evidence/torch-2.14/([^)]+)\.json\)", readme))
+    assert linked == {name for name, data in newer.items() if isinstance(data, dict) and data.get("passed")}
+    stacks = {(engine["versions"]["torch"], engine["versions"]["triton"]) for name in linked
+              for engine in newer[name]["engines"].values()}
+    assert stacks == {("2.14.0+cu130", "3.8.0")} and "**On torch 2.14.0+cu130 and Triton 3.8.0**" in readme
+    for name in linked:
+        data = newer[name]
+        text = cell(readme, f"torch-2.14/{name}")
+        if data["verb"] == "grad":
+            rows = [row for row in data["rows"] if row["parameter"] != "logprobs" and "operands" not in row]
+            caught = sum(max(data["caught"][fault], data["caught_at_operands"][fault]) > 0 for fault in data["caught"])
+            assert f"[{sum(row['within'] for row in rows)} of {len(rows)}; {caught} of {len(data['caught'])}]" in text
+            continue
+        assert text.strip("| \n").startswith(f"[0](evidence/torch-2.14/{name}.json)")
+        assert all(set(differing(row)) == {0} for row in data["rows"]), name
+        if data["verb"] == "rollout":
+            assert len(data["rows"]) == 22 + 1
+        else:
+            assert f", {len(data['curve'])}" in text
+            assert len(data["curve"]) < 50 or f"reward {data['curve'][0]:.2f} to {data['curve'][-1]:.2f}" in text
+
+
+def test_the_readme_quotes_the_newer_stacks_speeds(prose, newer):
+    for key in ("worst_ratio", "average_ratio"):
+        assert " / ".join(f"{batch[key]:.2f}" for batch in newer["mamba2"]["decode"]) in prose
+        assert all(batch[key] <= {"worst_ratio": 1.3, "average_ratio": 1.1}[key] for batch in newer["mamba2"]["decode"])
+    assert f"a prefill of 8,192 tokens {newer['mamba2']['prefill'][0]['us'] / 1e3:.2f} ms a layer: Triton 3.8" in prose
+    top_k = [one["ratio"] for one in newer["topk"]["cells"]]
+    assert f"Top-K takes {extremes(top_k)} of the time" in prose and max(top_k) <= 1.5
+    benches = [newer[f"bench-{name}-tiny"] for name in ("deepseek-v4", "nemotron-3.5-lightning")]
+    assert not any(bench["passed"] for bench in benches) and "neither bore a verdict" in prose
+    assert "spread {:.0%} and {:.0%} over".format(*(bench["spread"] for bench in benches)) in prose
+    assert ("medians were {:.2f} for DeepSeek-V4 and {:.2f} for Nemotron-H"
+            .format(*(bench["ratio"] for bench in benches)) in prose)
+    kernels = [bench["kernels_us"]["off"] / bench["kernels_us"]["on"] for bench in benches]
+    assert "kernels' own ratios {:.2f} and {:.2f}".format(*kernels) in prose
+    rows = {row["case"]: row for row in newer["contrast-deepseek-v4-tiny"]["rows"]}
+    said = [rows[case]["differing_words"] for case in ("twice", "prefill-batched", "reversed")]
+    assert "({:,}, {:,} and {:,} of 3,081)".format(*said) in prose and rows["twice"]["tokens"] == 3081
+
+
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "patchset.lock").write_text(json.dumps({"targets": {"vllm@0/all": {"digest": "today", "paths": {}}}}))
 
-    def write(**data):
+    def write(place=".", **data):
         base = {"schema": 1, "passed": True, "complete": True, "rows": [{"case": "base"}],
                 "engines": {"graph": {"lock": {"state": "locked", "entry": "vllm@0/all", "digest": "today"}}}}
-        (tmp_path / "r.json").write_text(json.dumps(base | data))
+        for at in (tmp_path / place, tmp_path / "kernels"):  # raw figures of kernels claim nothing
+            at.mkdir(exist_ok=True)
+            (at / "r.json").write_text(json.dumps(base | data))
         return record.stale(tmp_path, tmp_path / "patchset.lock")
     return write
 
@@ -293,6 +348,10 @@ def test_a_record_of_todays_lock_is_fresh(folder):
 def test_a_record_of_another_lock_is_stale(folder):
     lock = {"state": "locked", "entry": "vllm@0/all", "digest": "yesterday"}
     assert "r.json" in folder(engines={"graph": {"lock": lock}})
+
+
+def test_a_record_of_another_stack_is_as_stale(folder):
+    assert set(folder(place="torch-0", engines={})) == {"torch-0/r.json"}
 
 
 def test_one_unlocked_side_makes_a_record_stale(folder):

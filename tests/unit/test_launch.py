@@ -86,6 +86,15 @@ def test_a_stack_that_no_passed_record_was_made_on_is_said(tmp_path):
     assert check.unproven_stack(machine(FLASH, stack={}), tmp_path) is None
 
 
+def test_a_stack_is_the_recorded_one_by_its_public_version_and_in_a_folder_of_its_own(tmp_path):
+    recorded(tmp_path)
+    (tmp_path / "torch-2.14").mkdir()
+    recorded(tmp_path / "torch-2.14", torch="2.14.0+cu130", triton="3.8.0")
+    assert check.unproven_stack(machine(FLASH, stack={"torch": "2.14.0", "triton": "3.8.0"}), tmp_path) is None
+    said = check.unproven_stack(machine(FLASH, stack={"torch": "2.14.1", "triton": "3.8.0"}), tmp_path)
+    assert said.endswith("torch 2.11.0+cu130 and triton 3.6.0 or torch 2.14.0+cu130 and triton 3.8.0")
+
+
 @pytest.mark.parametrize("text", ["{", "", "[]", "{}", '{"passed": true}', '{"passed": true, "engines": [1]}',
                                   '{"passed": true, "engines": {"a": 3}}',
                                   '{"passed": true, "engines": {"a": {"versions": {"torch": [], "triton": 3}}}}'])
