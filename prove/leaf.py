@@ -21,7 +21,9 @@ from prove.repro import changed, row_bits
 from prove.trace import clone, hashes, resolve, result_hashes
 
 PASSED_OVER = ("torch", "prove", "triton")  # whose functions are no operators of an engine; torch's own are dispatched
-UNFILLED, POISON = "empty", 0x55            # in the name of an operator whose result is whatever lay there
+UNFILLED = {f"aten::{name}" for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty",
+                                         "new_empty_strided")}  # whose result is whatever lay there
+POISON = 0x55
 
 
 class Call(NamedTuple):
@@ -45,7 +47,7 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         begun = self._begin(f"torch:ops.{func}", args, kwargs)
         result = func(*args, **kwargs)
-        if UNFILLED in func.name():
+        if func.name().partition(".")[0] in UNFILLED:
             result.untyped_storage().fill_(POISON)  # else there lies what the run before left, the very result even
         else:
             self._end(begun, args, kwargs, result)

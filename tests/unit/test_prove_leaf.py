@@ -98,6 +98,15 @@ def test_what_is_written_to_an_argument_counts_as_made(kernels):
     assert found == ("torch:ops.aten.mm.out", "leaf_kernels:small")
 
 
+def test_what_an_operator_returns_is_left_alone_whatever_its_name(kernels):
+    """Only the allocators of torch return what nobody has filled yet."""
+    library = torch.library.Library("leaf_named", "FRAGMENT")
+    library.define("without_empty(Tensor x, Tensor weight) -> (Tensor, Tensor)")
+    library.impl("without_empty", lambda x, weight: (x @ weight.T, x + 1), "CPU")
+    found = named(Layer(kernels.small, lambda x, weight: torch.ops.leaf_named.without_empty(x, weight)[0]))
+    assert found == ("torch:ops.leaf_named.without_empty.default", "leaf_kernels:small")
+
+
 def test_a_function_of_any_number_of_arguments_is_passed_over(kernels):
     assert named(Layer(kernels.many, matmul)) == ("torch:ops.aten.mm.default", "leaf_kernels:small")
 
