@@ -99,15 +99,16 @@ def unproven_stack(machine: Machine, folder: Path = ROOT / "evidence") -> str | 
     seen = {tuple(str(versions[name]) for name in STACK) for versions in map(_table, listed)
             if versions.keys() >= {*STACK}}
     here = tuple(machine.stack.get(name, "none") for name in STACK)
-    if not seen or not machine.stack or _public(here) in map(_public, seen):
+    if not seen or not machine.stack or any(all(map(_same, here, versions)) for versions in seen):
         return None
     said = [" and ".join(map(" ".join, zip(STACK, versions, strict=True))) for versions in (here, *sorted(seen))]
     return f"{said[0]} here; every record in evidence/ was made with {' or '.join(said[1:])}"
 
 
-def _public(versions: tuple[str, ...]) -> tuple[str, ...]:
-    """Without the build: a wheel of the package index is installed as 2.14.0 and calls itself 2.14.0+cu130."""
-    return tuple(version.partition("+")[0] for version in versions)
+def _same(here: str, seen: str) -> bool:
+    """A wheel of the package index is installed as 2.14.0 and calls itself 2.14.0+cu130. One that says another build,
+    +cu126 or +rocm, brings other kernels."""
+    return here == seen or (here.partition("+")[0] == seen.partition("+")[0] and not ("+" in here and "+" in seen))
 
 
 def _table(value) -> dict:

@@ -3,8 +3,10 @@
 A module often only chooses: GateLinear takes one kernel up to 16 rows and cuBLAS above. `pair` runs both arms' calls of
 a site once more and watches what happens inside: operators as the dispatcher sees them, and functions at the top level
 of a module. It looks for two calls, one in each arm, that were given the same bits of the row and made other bits: the
-first such call that both arms make, or else the two that made what the site returned. They are replayed on their own
-arguments before they count. What is found names the operators, and needs far less imported than the module does.
+first such call that both arms make, with the same weights, or else the two that made a tensor that the site returned.
+They are replayed on their own arguments before they count, and where these differ in what the calls overwrite, with
+zeros there: what adds to another row is no cause. What is found names the operators, and needs far less imported than
+the module does.
 """
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from prove.repro import changed, row_bits
-from prove.trace import clone, hashes, resolve, result_hashes
+from prove.trace import SHARED, clone, hashes, resolve, result_hashes, tensors
 
 PASSED_OVER = ("torch", "prove", "triton")  # whose functions are no operators of an engine; torch's own are dispatched
 UNFILLED = {f"aten::{name}" for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty",
@@ -28,18 +31,25 @@ POISON = 0x55
 
 class Call(NamedTuple):
     path: str
-    count: int        # of the calls of this path before it
+    fixed: frozenset  # what is no row's: where its weights lie, and numbers and dtypes that no batch size decides
+    count: int        # of the calls of this path with the same of these before it
     given: frozenset  # the hashes of the row in the arguments that it did not write to
+    had: frozenset    # in those that it wrote to, before that
     made: frozenset   # and in what it returned, or wrote to
+
+    @property
+    def name(self) -> tuple:
+        return self.path, self.fixed, self.count
 
 
 class _Watch(TorchDispatchMode):
     """`with watch.profiled(): function(...)`: every call inside that has the row among its arguments, in order of
-    ending. With `keep`, the arguments of the call of that path and count, as they were when it began."""
+    ending. With `keep`, the arguments of the call of that name as they were when it began, and the places of those
+    whose row it wrote to. weights: the storages that hold no rows, whatever the shape."""
 
-    def __init__(self, rows: int, row: int, keep: tuple[str, int] | None = None):
+    def __init__(self, rows: int, row: int, weights: set[int], keep: tuple | None = None):
         super().__init__()
-        self.rows, self.row, self.keep, self.kept = rows, row, keep, None
+        self.rows, self.row, self.weights, self.keep, self.kept, self.written = rows, row, weights, keep, None, set()
         self.calls: list[Call] = []
         self._counts, self._frames = Counter(), {}
 
@@ -74,19 +84,37 @@ class _Watch(TorchDispatchMode):
                 self._end(begun, args, kwargs, value)
 
     def _begin(self, path: str, args, kwargs) -> tuple:
-        count = self._counts[path]
-        self._counts[path] += 1
-        if (path, count) == self.keep:
+        fixed = self._fixed(args, kwargs)
+        name = path, fixed, self._counts[path, fixed]
+        self._counts[path, fixed] += 1
+        if name == self.keep:
             self.kept = {"args": clone(args), "kwargs": clone(kwargs), "rows": self.rows, "row": self.row}
-        return path, count, self._row(hashes((args, kwargs), self.rows))
+        return name, self._given(args, kwargs)
 
     def _end(self, begun: tuple, args, kwargs, result) -> None:
-        path, count, before = begun
-        after = self._row(hashes((args, kwargs), self.rows))
-        given = frozenset(before[tensor] for tensor in before if before[tensor] == after.get(tensor))
-        if given:
-            made = self._row(result_hashes(result, (args, kwargs), self.rows))
-            self.calls.append(Call(path, count, given, frozenset(made.values()) - given))
+        name, before = begun
+        after = self._given(args, kwargs)
+        written = {tensor for tensor in before if before[tensor] != after.get(tensor)}
+        if name == self.keep:
+            self.written = {tensor.split(" ")[1] for tensor in written}
+        if before:
+            given = frozenset(before[tensor] for tensor in before.keys() - written)
+            made = {after[tensor] for tensor in written & after.keys()}
+            made |= set(self._row(result_hashes(result, (args, kwargs), self.rows)).values())
+            self.calls.append(Call(*name, given, frozenset(before[tensor] for tensor in written), made - given))
+
+    def _fixed(self, args, kwargs) -> frozenset:
+        leaves = tree_leaves((args, kwargs))
+        return frozenset(leaf.data_ptr() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+                         if isinstance(leaf, (float, torch.dtype)) or self._weight(leaf))
+
+    def _weight(self, value) -> bool:
+        return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self.weights
+
+    def _given(self, args, kwargs) -> dict[str, int]:
+        weights = {place for place, tensor in tensors((args, kwargs)) if self._weight(tensor)}
+        return {tensor: row for tensor, row in self._row(hashes((args, kwargs), self.rows)).items()
+                if tensor.split(" ")[1] not in weights}
 
     def _row(self, found: dict[str, torch.Tensor]) -> dict[str, int]:
         return {tensor: int(hashed[self.row]) for tensor, hashed in found.items()}
@@ -113,29 +141,57 @@ def _arguments(frame) -> tuple[list, dict]:
     return [values[name] for name in names[:first]], {name: values[name] for name in names[first:]}
 
 
-def _inside(function, call: dict, keep: tuple[str, int] | None = None) -> _Watch:
-    watch = _Watch(call["rows"], call["row"], keep)
+def _weights(function, call: dict) -> set[int]:
+    """The storages of the parameters of a module, or among the arguments."""
+    owned = function.parameters() if isinstance(function, torch.nn.Module) else ()
+    given = (tensor for _, tensor in tensors((call["args"], call["kwargs"])) if isinstance(tensor, torch.nn.Parameter))
+    return {weight.untyped_storage().data_ptr() for weight in (*owned, *given)}
+
+
+def _inside(function, call: dict, keep: tuple | None = None) -> _Watch:
+    watch = _Watch(call["rows"], call["row"], _weights(function, call), keep)
     args, kwargs = clone((call["args"], call["kwargs"]))
     with torch.no_grad(), watch.profiled():
         function(*args, **kwargs)
     return watch
 
 
-def _pairs(left: list[Call], right: list[Call], ends: tuple[frozenset, frozenset]):
-    """Candidates, the likeliest first: calls that both arms make, then those that made what the site returned (`ends`),
-    or what a call that both arms make last was given otherwise."""
-    both = [(one, two) for one in left for two in right if (one.path, one.count) == (two.path, two.count)]
+def _pairs(left: list[Call], right: list[Call], ends: list[tuple[frozenset, frozenset]]):
+    """Candidates, the likeliest first: calls that both arms make, then those that made one of the tensors that the site
+    returned (`ends`), or what a call that both arms make last was given otherwise."""
+    both = [(one, two) for one in left for two in right if one.name == two.name]
     yield from ((one, two) for one, two in both if one.given == two.given and one.made != two.made)
-    waiting, known = [ends], set()
+    waiting, known = list(ends), set()
     while waiting:
-        ends = waiting.pop(0)
-        known.add(ends)
+        end = waiting.pop(0)
+        known.add(end)
         yield from ((one, two) for one in left for two in right
-                    if one.given == two.given and one.made & ends[0] and two.made & ends[1])
-        for one, two in both:
-            apart = one.given - two.given, two.given - one.given
-            if one.made & ends[0] and two.made & ends[1] and len(apart[0]) == len(apart[1]) == 1 and apart not in known:
-                waiting.append(apart)
+                    if one.given == two.given and one.made & end[0] and two.made & end[1])
+        waiting += [apart for one, two in both if one.made & end[0] and two.made & end[1]
+                    for apart in _apart(one, two) if apart not in known]
+
+
+def _apart(one: Call, two: Call):
+    """What two calls were given otherwise, if that is one row each; with what they overwrote or without."""
+    for left, right in ((one.given, two.given), (one.given | one.had, two.given | two.had)):
+        if len(left - right) == len(right - left) == 1:
+            yield left - right, right - left
+
+
+def _blanked(call: dict, places: set[str]) -> dict:
+    """Zeros where the call overwrites its arguments, which are copies."""
+    for place, tensor in tensors((call["args"], call["kwargs"])):
+        if place in places and tensor.numel() * tensor.element_size() <= SHARED:
+            tensor.zero_()
+    return call
+
+
+def _kept(function, arms: tuple[dict, dict], found: tuple[Call, Call]) -> list[dict]:
+    watched = [_inside(function, call, keep=one.name) for call, one in zip(arms, found, strict=True)]
+    inner = [watch.kept | {"path": one.path} for watch, one in zip(watched, found, strict=True)]
+    if found[0].had == found[1].had:
+        return inner
+    return [_blanked(call, watch.written) for call, watch in zip(inner, watched, strict=True)]
 
 
 def pair(function, left: dict, right: dict) -> dict | None:
@@ -144,10 +200,9 @@ def pair(function, left: dict, right: dict) -> dict | None:
     try:
         watched = [_inside(function, call) for call in (left, right)]
         outer = [row_bits(function, call) for call in (left, right)]
-        ends = tuple(frozenset(bits[tensor] for tensor in changed(*outer)) for bits in outer)
+        ends = [tuple(frozenset([bits[tensor]]) for bits in outer) for tensor in sorted(changed(*outer))]
         for calls in _pairs(*(watch.calls for watch in watched), ends):
-            inner = [_inside(function, call, keep=(found.path, found.count)).kept | {"path": found.path}
-                     for call, found in zip((left, right), calls, strict=True)]
+            inner = _kept(function, (left, right), calls)
             if {call["path"] for call in inner} == {left["path"]}:
                 return None  # the site itself
             if changed(*(row_bits(resolve(call["path"])[2], call) for call in inner)):

@@ -21,7 +21,7 @@ import zipfile
 
 import torch
 
-from prove.trace import by_rows, hashes, resolve, result_hashes
+from prove.trace import by_rows, clone, hashes, resolve, result_hashes
 
 LARGEST = 512 << 20  # bytes of a file; above it loading alone would take seconds, and something is in it by mistake
 PATIENCE = 120.0     # seconds for a file that should take under ten, and its imports
@@ -63,18 +63,18 @@ def function(path):
     return found
 
 
-def tensors(value):
+def tensors(value, place=()):
     if isinstance(value, torch.Tensor):
-        yield value
+        yield place, value
     elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors(item)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors(item, (*place, key))
 
 
 def row_in(values, call, longer):
     """Bytes of the row in every tensor that has one, by the tensor's place and the shape of its rows."""
     found = {{}}
-    for place, value in enumerate(tensors(values)):
+    for place, value in tensors(values):
         if isinstance(value, torch.nn.Parameter) or value.dim() == 0 or value.numel() == 0:
             continue
         if value.shape[0] == call["rows"] or (longer and value.shape[0] > call["rows"]):
@@ -83,15 +83,18 @@ def row_in(values, call, longer):
             row = value[:, call["row"]]
         else:
             continue
-        found[place, tuple(row.shape)] = row.contiguous().reshape(-1).view(torch.uint8).cpu()
+        found[place, tuple(row.shape)] = row.clone().contiguous().reshape(-1).view(torch.uint8).cpu()
     return found
 
 
 def row_of(call):
     """The row in everything the call returns, or, if it returns nothing, in what it wrote to."""
     args, kwargs = call["args"], call["kwargs"]
+    given = row_in((args, kwargs), call, False)
     result = function(call["path"])(*args, **kwargs)
-    return row_in(result, call, False) or row_in(result, call, True) or row_in((args, kwargs), call, False)
+    left = row_in((args, kwargs), call, False)
+    written = {{name: row for name, row in left.items() if not torch.equal(row, given[name])}}
+    return row_in(result, call, False) or row_in(result, call, True) or written
 
 
 with torch.no_grad():
@@ -138,7 +141,7 @@ def call_of(held: dict, row: int, start: int = 0, stop: int | None = None) -> di
 
 def row_bits(function, call: dict) -> dict[str, int] | None:
     """The hashes of one row of a call's result; None if the call cannot be made."""
-    copy = take((call["args"], call["kwargs"]), call["rows"], 0, call["rows"])
+    copy = clone((call["args"], call["kwargs"]))  # of a state too: the next replay has to begin with the same
     try:
         with torch.no_grad():
             given = hashes(copy, call["rows"])
@@ -178,9 +181,12 @@ def reduce(function, left: dict, right: dict) -> dict | None:
 
 
 def _plain(value, seen: dict):
-    """The same with bare parameters: an engine's carry their loaders, and with them the whole model."""
+    """The same with bare parameters, as an engine's carry their loaders and with them the whole model, and with tensors
+    of its own: what the file's first call writes to, a state, is none of its second's."""
     if isinstance(value, torch.nn.Parameter):
         return seen.setdefault(id(value), torch.nn.Parameter(value.data.clone(), requires_grad=False))
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return type(value)(_plain(item, seen) for item in value)
     return {key: _plain(item, seen) for key, item in value.items()} if type(value) is dict else value
@@ -283,7 +289,9 @@ def settle(folder: pathlib.Path, names: list[str], env: dict[str, str]) -> tuple
 
 
 def _data_of(script: pathlib.Path) -> pathlib.Path:
-    return script.with_name(script.stem.removesuffix("-bare") + ".pt")
+    """A site may itself end in "-bare": then the data has the script's whole name."""
+    own = script.with_suffix(".pt")
+    return own if own.exists() else script.with_name(script.stem.removesuffix("-bare") + ".pt")
 
 
 def function_of(held: dict, model: torch.nn.Module):

@@ -42,13 +42,13 @@ def row_hash(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return out
 
 
-def _tensors(value, place: str = ""):
+def tensors(value, place: str = ""):
     """(place, tensor) of a nest. The place is the way there, not a count: an optional tensor moves no other's."""
     if isinstance(value, torch.Tensor):
         yield place or "0", value
     items = enumerate(value) if isinstance(value, (tuple, list)) else value.items() if isinstance(value, dict) else ()
     for key, item in items:
-        yield from _tensors(item, f"{place}.{key}" if place else str(key))
+        yield from tensors(item, f"{place}.{key}" if place else str(key))
 
 
 def _call(args, kwargs) -> dict:
@@ -61,7 +61,7 @@ def _given(args, kwargs, rows: int) -> torch.Tensor:
     in them. Numbers in a nest are not counted: a list of lengths is as long as the batch, which the arms cut otherwise.
     """
     call = _call(args, kwargs)
-    there = {str(place) for place, value in call.items() if value is not None} | {place for place, _ in _tensors(call)}
+    there = {str(place) for place, value in call.items() if value is not None} | {place for place, _ in tensors(call)}
     return torch.full((rows,), zlib.crc32(" ".join(sorted(there)).encode()))
 
 
@@ -82,7 +82,7 @@ def by_rows(tensor: torch.Tensor, rows: int, longer: bool = False) -> torch.Tens
 def hashes(values, rows: int, longer: bool = False, what: str = "argument") -> dict[str, torch.Tensor]:
     """The row hashes of every row tensor in a nest of arguments or results, by its place and the shape of a row."""
     return {f"{what} {place} {list(aligned.shape[1:])}": row_hash(aligned, rows)
-            for place, tensor in _tensors(values)
+            for place, tensor in tensors(values)
             if (aligned := by_rows(tensor, rows, longer)) is not None}
 
 

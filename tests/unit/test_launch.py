@@ -91,6 +91,8 @@ def test_a_stack_is_the_recorded_one_by_its_public_version_and_in_a_folder_of_it
     (tmp_path / "torch-2.14").mkdir()
     recorded(tmp_path / "torch-2.14", torch="2.14.0+cu130", triton="3.8.0")
     assert check.unproven_stack(machine(FLASH, stack={"torch": "2.14.0", "triton": "3.8.0"}), tmp_path) is None
+    for other in ("2.14.0+cu126", "2.14.0+rocm7.2"):
+        assert check.unproven_stack(machine(FLASH, stack={"torch": other, "triton": "3.8.0"}), tmp_path)
     said = check.unproven_stack(machine(FLASH, stack={"torch": "2.14.1", "triton": "3.8.0"}), tmp_path)
     assert said.endswith("torch 2.11.0+cu130 and triton 3.6.0 or torch 2.14.0+cu130 and triton 3.8.0")
 

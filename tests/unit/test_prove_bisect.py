@@ -267,6 +267,17 @@ def test_a_call_that_replays_equal_gives_no_repro():
     assert repro.reduce(lambda x: x + 0 * next(state), held, held) is None
 
 
+def test_a_state_that_a_call_changes_is_no_effect_of_the_rows_beside_it():
+    """Every replay begins with the state that was captured; else the second would differ from the first."""
+    def counted(x, state):
+        made = x + state.sum()
+        state.add_(1)
+        return made
+    held = {"site": "s", "path": None, "args": (torch.ones(4, 2), torch.zeros(3)), "kwargs": {}, "rows": 4, "row": 1}
+    assert repro.reduce(counted, held, held) is None
+    assert not held["args"][1].any()
+
+
 def test_a_repro_starts_where_equal_inputs_became_other_outputs():
     """Not in a call that was given other inputs, and not in the module around the call that made the difference."""
     def site(given, made):
@@ -414,6 +425,50 @@ def test_of_several_files_the_first_that_shows_it_is_kept_or_else_the_last(tmp_p
     (tmp_path / "b.py").unlink()
     (tmp_path / "b.pt").unlink()
     assert settled(a=same, b=same) == ("b.py", False, 1, {"b.py", "b.pt"})
+
+
+def test_the_data_of_a_site_that_is_named_bare_stays(tmp_path):
+    call = {"path": "torch:neg", "args": (torch.zeros(1, 4),), "kwargs": {}, "rows": 1, "row": 0}
+    write(tmp_path, "site-bare", "f", None, {"left": call, "right": call | {"path": "torch:cos"}})
+    said, _ = repro.settle(tmp_path, ["site-bare.py"], dict(os.environ))
+    assert said["shown"] and {path.name for path in tmp_path.iterdir()} == {"site-bare.py", "site-bare.pt"}
+    other = write(tmp_path, "other", "f", None, {"left": call, "right": call})
+    repro.settle(tmp_path, ["site-bare.py", other.name], dict(os.environ))
+    assert {path.name for path in tmp_path.iterdir()} == {"site-bare.py", "site-bare.pt"}
+
+
+WRITING = """
+def first(x, out):
+    out.copy_(x + 1)
+
+def second(out, x):
+    out.copy_(x + MORE)
+
+def counted(x, state):
+    made = x + state.sum()
+    state.add_(1)
+    return made
+"""
+
+
+@pytest.mark.parametrize("more,code", [(1, 0), (2, 1)])
+def test_a_file_compares_what_the_calls_wrote_and_not_what_stands_in_its_place(more, code, tmp_path, monkeypatch):
+    (tmp_path / "writing_ops.py").write_text(WRITING.replace("MORE", str(more)))
+    call = {"args": [], "kwargs": {"x": torch.ones(2, 4), "out": torch.zeros(2, 4)}, "rows": 2, "row": 1}
+    swapped = {"kwargs": dict(reversed(call["kwargs"].items()))}
+    pair = {"left": call | {"path": "writing_ops:first"}, "right": call | swapped | {"path": "writing_ops:second"}}
+    script = write(tmp_path / "out", "r", "f", None, pair)
+    said = repro.run(script, os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert said["exit"] == code and said["said"].startswith(("equal: 16", "differ: ")[code]), said
+
+
+def test_the_second_call_of_a_file_begins_with_the_state_of_the_first(tmp_path):
+    (tmp_path / "writing_ops.py").write_text(WRITING)
+    call = {"path": "writing_ops:counted", "args": (torch.ones(2, 4), torch.zeros(3)), "kwargs": {}, "rows": 2,
+            "row": 1}
+    script = write(tmp_path / "out", "r", "f", None, {"left": call, "right": call})
+    said = repro.run(script, os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert said["exit"] == 0 and said["said"].startswith("equal: "), said
 
 
 def test_the_earliest_parting_request_comes_first():

@@ -50,7 +50,7 @@ class Layer(torch.nn.Module):
 def calls(layer):
     """A row's call together with others and alone, whose answers differ."""
     for row in range(len(ROWS)):
-        left = {"site": "l", "path": None, "args": (ROWS,), "kwargs": {}, "rows": 9, "row": row}
+        left = {"site": "l", "path": None, "args": (ROWS,), "kwargs": {}, "rows": len(ROWS), "row": row}
         found = repro.reduce(layer, left, left | {"args": (ROWS[row:row + 1],), "rows": 1, "row": 0})
         if found:
             return found["left"], found["right"]
@@ -96,6 +96,60 @@ def test_what_is_written_to_an_argument_counts_as_made(kernels):
         torch.mm(x, weight.T, out=out)
     found = named(Layer(filled(kernels.written), filled(mm_out)))
     assert found == ("torch:ops.aten.mm.out", "leaf_kernels:small")
+
+
+class Gated(Layer):
+    """A gate whose kernel is chosen, and another projection of the same input that is not."""
+
+    def __init__(self, few, many, each):
+        super().__init__(few, many)
+        self.up, self.each = torch.nn.Parameter(torch.randn(8, 8)), each
+
+    def forward(self, x):
+        return super().forward(x) * self.each(x, self.up).sign()
+
+
+def test_a_call_is_no_other_one_s_counterpart_that_has_other_weights(kernels):
+    """`small` is called twice in one arm and once in the other, first with the gate's weights and with the others'."""
+    assert named(Gated(kernels.small, matmul, kernels.small)) == ("torch:ops.aten.mm.default", "leaf_kernels:small")
+
+
+def test_a_call_is_no_other_one_s_counterpart_that_has_another_number_or_dtype(kernels):
+    class Scaled(Layer):
+        def forward(self, x):
+            made = self.many(x, self.weight) if len(x) > 4 else self.few(x * 0.5, self.weight * 2.0)
+            return made * (x * 3.0).sign()
+    assert named(Scaled(kernels.small, matmul)) is None  # one arm halves its input first: nothing has equal inputs
+
+
+def test_the_two_made_the_same_one_of_several_results(kernels):
+    class Several(Gated):
+        def forward(self, x):
+            if len(x) > 4:
+                return self.many(x, self.weight), self.many(x, self.up)
+            second = self.few(x, self.up)
+            return self.few(x, self.weight), second
+    layer = Several(kernels.small, matmul, None)
+    with torch.inference_mode():
+        found = leaf.pair(layer, *calls(layer))
+    weights = [found["left"]["args"][1].T, found["right"]["kwargs"]["weight"]]
+    assert torch.equal(*weights) and found["right"]["path"] == "leaf_kernels:small"
+
+
+def test_what_is_added_in_place_to_another_row_is_no_cause(kernels):
+    class Added(Layer):
+        def forward(self, x):
+            return super().forward(x).add_(x)
+    assert named(Added(kernels.small, matmul)) == ("torch:ops.aten.mm.default", "leaf_kernels:small")
+
+
+def test_weights_with_as_many_rows_as_the_step_are_no_rows(kernels, monkeypatch):
+    monkeypatch.setitem(globals(), "ROWS", ROWS[:8])
+    # Not halved: 8 rows, and weights of 8 x 8.
+    monkeypatch.setattr(repro, "reduce", lambda function, left, right: {"left": left, "right": right} if repro.changed(
+        repro.row_bits(function, left), repro.row_bits(function, right)) else None)
+    assert named(Layer(kernels.small, lambda x, weight: torch.mm(x, weight.T))) == (
+        "torch:ops.aten.mm.default", "leaf_kernels:small")
 
 
 def test_what_an_operator_returns_is_left_alone_whatever_its_name(kernels):
