@@ -427,14 +427,12 @@ def test_of_several_files_the_first_that_shows_it_is_kept_or_else_the_last(tmp_p
     assert settled(a=same, b=same) == ("b.py", False, 1, {"b.py", "b.pt"})
 
 
-def test_the_data_of_a_site_that_is_named_bare_stays(tmp_path):
+def test_a_site_that_is_named_bare_has_data_of_its_own(tmp_path):
     call = {"path": "torch:neg", "args": (torch.zeros(1, 4),), "kwargs": {}, "rows": 1, "row": 0}
-    write(tmp_path, "site-bare", "f", None, {"left": call, "right": call | {"path": "torch:cos"}})
-    said, _ = repro.settle(tmp_path, ["site-bare.py"], dict(os.environ))
-    assert said["shown"] and {path.name for path in tmp_path.iterdir()} == {"site-bare.py", "site-bare.pt"}
-    other = write(tmp_path, "other", "f", None, {"left": call, "right": call})
-    repro.settle(tmp_path, ["site-bare.py", other.name], dict(os.environ))
-    assert {path.name for path in tmp_path.iterdir()} == {"site-bare.py", "site-bare.pt"}
+    same, other = {"left": call, "right": call}, {"left": call, "right": call | {"path": "torch:cos"}}
+    names = [write(tmp_path, name, "f", None, pair).name for name, pair in (("site-bare", same), ("other", other))]
+    said, _ = repro.settle(tmp_path, names, dict(os.environ))
+    assert said["shown"] and {path.name for path in tmp_path.iterdir()} == {"other.py", "other.pt"}
 
 
 WRITING = """
