@@ -49,16 +49,18 @@ class Server:
         self.url, self.ranks, self.shift, self.salt = url.rstrip("/"), ranks, 0, 0
 
     def about(self) -> dict:
-        """The version, the tokens of a cache block, and since when it counts, None where it does not say. Raises
+        """The version, the tokens of a cache block, and since when it runs, None where it does not say. Raises
         EngineError if no vLLM answers there."""
         version = self._json("/version", None, 30, lambda said: str(said["version"]))
         metrics = self._ask("/metrics", None, 30)
         found = re.search(r'vllm:cache_config_info\{[^}]*\bblock_size="(\d+)"', metrics)
         if not found:
             raise EngineError("failed", f"{self.url}/metrics names no block size: is it a vLLM server?")
-        created = re.findall(r"^vllm:\w+_created\b.* ([\d.e+]+)$", metrics, re.MULTILINE)
-        return {"versions": {"vllm": version}, "cache_block": int(found[1]),
-                "since": min(map(float, created), default=None)}
+        # vLLM makes its metrics when the engine is up, minutes after it was imported; the process says its own start,
+        # by a boot time of whole seconds.
+        began = [float(at) for at in re.findall(r"^vllm:\w+_created\b.* ([\d.e+]+)$", metrics, re.MULTILINE)]
+        began += [float(at) + 1 for at in re.findall(r"^process_start_time_seconds ([\d.e+]+)$", metrics, re.MULTILINE)]
+        return {"versions": {"vllm": version}, "cache_block": int(found[1]), "since": min(began, default=None)}
 
     def call(self, op: str, timeout: float, *, requests: list[dict], fresh: bool = True,
              one_by_one: bool = False) -> dict:

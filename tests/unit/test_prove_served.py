@@ -199,6 +199,18 @@ def test_a_server_that_began_before_a_file_was_written_is_refused(seconds, refus
         assert run()["engines"]["served"]["since"] == began
 
 
+def test_a_file_that_was_written_while_the_server_started_is_refused(run):
+    """It had imported what lay there before; its metrics are made when the engine is up."""
+    began = 1796089494.25
+    run.server.metrics = (f"process_start_time_seconds {began - 300:.12e}\n"
+                          f'vllm:num_preemptions_created{{engine="0"}} {began!r}\n')
+    os.utime(run.site / "__init__.py", (began - 60, began - 60))
+    with pytest.raises(ValueError, match="began before vllm/__init__.py was written: start it anew"):
+        run()
+    os.utime(run.site / "__init__.py", (began - 299.5, began - 299.5))  # the start is known to a second
+    assert run()["engines"]["served"]["since"] == began - 299
+
+
 def test_a_server_without_the_endpoint_is_told_how_to_start(run):
     data = run("refuses")
     assert not data["passed"] and "--enable-scale-out" in data["rows"][0]["error"]
