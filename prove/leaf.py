@@ -55,7 +55,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        begun = self._begin(f"torch:ops.{func}", args, kwargs)
+        begun = self._begin(f"torch:ops.{func}", args, kwargs, _numbers(func, args, kwargs))
         result = func(*args, **kwargs)
         if func.name().partition(".")[0] in UNFILLED:
             result.untyped_storage().fill_(POISON)  # else there lies what the run before left, the very result even
@@ -83,8 +83,8 @@ class _Watch(TorchDispatchMode):
                 begun, args, kwargs = self._frames.pop(frame)
                 self._end(begun, args, kwargs, value)
 
-    def _begin(self, path: str, args, kwargs) -> tuple:
-        fixed = self._fixed(args, kwargs)
+    def _begin(self, path: str, args, kwargs, numbers: frozenset = frozenset()) -> tuple:
+        fixed = self._fixed(args, kwargs) | numbers
         name = path, fixed, self._counts[path, fixed]
         self._counts[path, fixed] += 1
         if name == self.keep:
@@ -118,6 +118,14 @@ class _Watch(TorchDispatchMode):
 
     def _row(self, found: dict[str, torch.Tensor]) -> dict[str, int]:
         return {tensor: int(hashed[self.row]) for tensor, hashed in found.items()}
+
+
+def _numbers(func, args, kwargs) -> frozenset:
+    """What an operator computes with, an exponent or a factor. A size is of another type."""
+    said = func._schema.arguments
+    named = {each.name for each in said if each.type.kind() == "NumberType"}
+    given = dict(zip((each.name for each in said), args, strict=False)) | kwargs
+    return frozenset((name, given[name]) for name in named & given.keys())
 
 
 def _path(frame) -> str | None:

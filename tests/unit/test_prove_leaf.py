@@ -122,6 +122,14 @@ def test_a_call_is_no_other_one_s_counterpart_that_has_another_number_or_dtype(k
     assert named(Scaled(kernels.small, matmul)) is None  # one arm halves its input first: nothing has equal inputs
 
 
+def test_another_power_of_the_row_is_no_other_answer_of_the_same_call(kernels):
+    class Powers(Layer):
+        def forward(self, x):
+            made = super().forward(x)
+            return made * (x.pow(2) if len(x) > 4 else x.pow(4) / x.pow(2)).sign()
+    assert named(Powers(kernels.small, matmul)) == ("torch:ops.aten.mm.default", "leaf_kernels:small")
+
+
 def test_the_two_made_the_same_one_of_several_results(kernels):
     class Several(Gated):
         def forward(self, x):
