@@ -60,5 +60,5 @@ def _covers(key: str, asked, shown) -> bool:
 def _text(value) -> str:
     if not isinstance(value, list):
         return str(value)
-    text = "+".join(sorted(value))
-    return text if len(text) <= LONGEST else f"{len(value)}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    text = "+".join(sorted(set(value)))
+    return text if len(text) <= LONGEST else f"{len(set(value))}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

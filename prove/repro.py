@@ -185,8 +185,8 @@ def _plain(value, seen: dict):
     of its own: what the file's first call writes to, a state, is none of its second's."""
     if isinstance(value, torch.nn.Parameter):
         return seen.setdefault(id(value), torch.nn.Parameter(value.data.clone(), requires_grad=False))
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+    if isinstance(value, torch.Tensor):  # one too large for the file is refused as it is written, and needs no copy
+        return value.detach().clone() if value.numel() * value.element_size() <= LARGEST else value
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return type(value)(_plain(item, seen) for item in value)
     return {key: _plain(item, seen) for key, item in value.items()} if type(value) is dict else value

@@ -133,6 +133,7 @@ FULL = {"updates": 50, "restore_after": 5, "lr": 1e-4}
     ("rollout", {"cases": None, "tokens": 20000}, {"cases": ["twice", "alone"], "tokens": 3000},
      "rollout-m.cases-alone+twice.tokens-3000.json"),
     ("rollout", {"cases": ["twice"]}, {"cases": ["alone"]}, "rollout-m.cases-alone.json"),
+    ("rollout", {"cases": None}, {"cases": ["alone", "alone"]}, "rollout-m.cases-alone.json"),  # once is all it shows
     ("bench", {"most_out_tokens": 3000, "seconds": 240.0}, {"most_out_tokens": 3000, "seconds": 60.0},
      "bench-m.seconds-60.0.json"),
     ("cost", {"runs": 7}, {"runs": 1}, "cost-m.runs-1.json")])
