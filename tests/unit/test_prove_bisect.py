@@ -353,7 +353,7 @@ def test_arguments_that_would_take_seconds_to_load_are_not_written(tmp_path, mon
     with pytest.raises((ValueError, RuntimeError)):
         repro.save(tmp_path, "r", "f", None, {"left": call, "right": call})
     assert not list(tmp_path.iterdir())
-    assert repro._plain(call["args"][0], {}) is call["args"][0]  # not copied first: a KV cache has no room beside itself
+    assert repro._plain(call["args"][0], {}) is call["args"][0]  # not copied first: a cache is too large
 
 
 PREPARED = """
