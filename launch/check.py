@@ -106,8 +106,8 @@ def unproven_stack(machine: Machine, folder: Path = ROOT / "evidence") -> str | 
 
 
 def _same(here: str, seen: str) -> bool:
-    """A wheel of the package index is installed as 2.14.0 and calls itself 2.14.0+cu130. One that says another build,
-    +cu126 or +rocm, brings other kernels."""
+    """A wheel of the package index is installed without the build that it calls itself by, such as +cu130. One that
+    says another, +cu126 or +rocm, brings other kernels."""
     return here == seen or (here.partition("+")[0] == seen.partition("+")[0] and not ("+" in here and "+" in seen))
 
 
