@@ -21,7 +21,7 @@ import zipfile
 
 import torch
 
-from prove.trace import by_rows, clone, hashes, resolve, result_hashes
+from prove.trace import by_rows, clone, hashes, mapped, resolve, result_hashes
 
 LARGEST = 512 << 20  # bytes of a file; above it loading alone would take seconds, and something is in it by mistake
 PATIENCE = 120.0     # seconds for a file that should take under ten, and its imports
@@ -120,17 +120,13 @@ sys.exit(1)
 
 def take(value, rows: int, start: int, stop: int):
     """A nest of arguments with only rows [start, stop) of every row tensor."""
-    if isinstance(value, torch.Tensor):
-        aligned = by_rows(value, rows)
+    def cut(tensor):
+        aligned = by_rows(tensor, rows)
         if aligned is None:
-            return value
-        cut = aligned[start:stop].clone()
-        return cut if value.shape[0] == rows else cut.movedim(0, 1).contiguous()
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return type(value)(take(item, rows, start, stop) for item in value)
-    if type(value) is dict:
-        return {key: take(item, rows, start, stop) for key, item in value.items()}
-    return value
+            return tensor
+        part = aligned[start:stop].clone()
+        return part if tensor.shape[0] == rows else part.movedim(0, 1).contiguous()
+    return mapped(value, cut)
 
 
 def call_of(held: dict, row: int, start: int = 0, stop: int | None = None) -> dict:
@@ -180,16 +176,17 @@ def reduce(function, left: dict, right: dict) -> dict | None:
     return None
 
 
-def _plain(value, seen: dict):
+def _plain(value):
     """The same with bare parameters, as an engine's carry their loaders and with them the whole model, and with tensors
     of its own: what the file's first call writes to, a state, is none of its second's."""
-    if isinstance(value, torch.nn.Parameter):
-        return seen.setdefault(id(value), torch.nn.Parameter(value.data.clone(), requires_grad=False))
-    if isinstance(value, torch.Tensor):  # one too large for the file is refused as it is written, and needs no copy
-        return value.detach().clone() if value.numel() * value.element_size() <= LARGEST else value
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return type(value)(_plain(item, seen) for item in value)
-    return {key: _plain(item, seen) for key, item in value.items()} if type(value) is dict else value
+    seen: dict[int, torch.nn.Parameter] = {}
+
+    def bare(tensor):
+        if isinstance(tensor, torch.nn.Parameter):
+            return seen.setdefault(id(tensor), torch.nn.Parameter(tensor.data.clone(), requires_grad=False))
+        # One too large for the file is refused as it is written, and needs no copy.
+        return tensor.detach().clone() if tensor.numel() * tensor.element_size() <= LARGEST else tensor
+    return mapped(value, bare)
 
 
 class _Bounded:
@@ -211,7 +208,7 @@ class _Bounded:
 def save(folder: pathlib.Path, name: str, site: str, module, pair: dict) -> pathlib.Path:
     """<name>.pt: two calls, each with the "path" of its function, or None for the module that is saved with them."""
     folder.mkdir(parents=True, exist_ok=True)
-    calls, data = _plain({side: pair[side] for side in ("left", "right")}, {}), folder / f"{name}.pt"
+    calls, data = _plain({side: pair[side] for side in ("left", "right")}), folder / f"{name}.pt"
     bounded = _Bounded(data)
     try:
         torch.save({"site": site, "module": module, **calls}, bounded)

@@ -206,16 +206,21 @@ def resolve(path: str):
     return owner, attribute, getattr(owner, attribute)
 
 
+def mapped(value, change):
+    """A nest of arguments with `change(tensor)` for every tensor of its tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(mapped(item, change) for item in value)
+    return {key: mapped(item, change) for key, item in value.items()} if type(value) is dict else value
+
+
 def clone(value):
     """A nest of arguments as they are now: a call may write to them."""
-    if isinstance(value, torch.Tensor):
-        as_it_is = isinstance(value, torch.nn.Parameter) or value.numel() * value.element_size() > SHARED
-        return value if as_it_is else value.detach().clone()
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return type(value)(clone(item) for item in value)
-    if type(value) is dict:
-        return {key: clone(item) for key, item in value.items()}
-    return value
+    def copied(tensor):
+        as_it_is = isinstance(tensor, torch.nn.Parameter) or tensor.numel() * tensor.element_size() > SHARED
+        return tensor if as_it_is else tensor.detach().clone()
+    return mapped(value, copied)
 
 
 def _differing(one: dict[str, dict], other: dict[str, dict], tensors: set[str]) -> tuple[set, set]:

@@ -76,22 +76,28 @@ def test_the_readme_quotes_the_curves(readme, found):
         assert f"reward {curve[0]:.2f} to {curve[-1]:.2f}" in cell(readme, f"train-{name}")
 
 
+def within_and_caught(data):
+    """Of a record of gradients, as a cell says it: parameters within their bounds, planted faults caught."""
+    rows = [row for row in data["rows"] if row["parameter"] != "logprobs" and "operands" not in row]
+    caught = sum(max(data["caught"][fault], data["caught_at_operands"][fault]) > 0 for fault in data["caught"])
+    return f"[{sum(row['within'] for row in rows)} of {len(rows)}; {caught} of {len(data['caught'])}]"
+
+
+def kernels_ratio(bench):
+    return bench["kernels_us"]["off"] / bench["kernels_us"]["on"]
+
+
 def test_the_readme_quotes_the_gradients(readme, found):
     for name in ("nemotron-3.5-lightning-tiny", "nemotron-3.5-lightning-tiny-quantised", "deepseek-v4-tiny-train"):
-        data = found[f"grad-{name}"]
-        rows = [row for row in data["rows"] if row["parameter"] != "logprobs" and "operands" not in row]
-        caught = sum(max(data["caught"][fault], data["caught_at_operands"][fault]) > 0 for fault in data["caught"])
-        assert (f"[{sum(row['within'] for row in rows)} of {len(rows)}; {caught} of {len(data['caught'])}]"
-                in cell(readme, f"grad-{name}"))
+        assert within_and_caught(found[f"grad-{name}"]) in cell(readme, f"grad-{name}")
 
 
 def test_the_readme_quotes_the_speeds(readme, found):
     for name, floor in (("deepseek-v4", 0.88), ("nemotron-3.5-lightning", 0.85)):
         bench, unchanged = found[f"bench-{name}-tiny"], found[f"unchanged-{name}-tiny"]
-        kernels = bench["kernels_us"]["off"] / bench["kernels_us"]["on"]
         assert bench["floor"] == floor
-        assert (f"[{bench['ratio']:.2f}](evidence/bench-{name}-tiny.json) (floor {floor}); kernels {kernels:.2f}"
-                in cell(readme, f"bench-{name}-tiny"))
+        assert (f"[{bench['ratio']:.2f}](evidence/bench-{name}-tiny.json) (floor {floor}); "
+                f"kernels {kernels_ratio(bench):.2f}" in cell(readme, f"bench-{name}-tiny"))
         values = unchanged["rows"][0]
         assert (f"[{values['differing_words']} of {values['tokens']:,} words, speed {unchanged['speed']['ratio']:.2f}]"
                 in cell(readme, f"unchanged-{name}-tiny"))
@@ -295,9 +301,7 @@ def test_the_readme_quotes_the_newer_stack(readme, newer):
         data = newer[name]
         text = cell(readme, f"torch-2.14/{name}")
         if data["verb"] == "grad":
-            rows = [row for row in data["rows"] if row["parameter"] != "logprobs" and "operands" not in row]
-            caught = sum(max(data["caught"][fault], data["caught_at_operands"][fault]) > 0 for fault in data["caught"])
-            assert f"[{sum(row['within'] for row in rows)} of {len(rows)}; {caught} of {len(data['caught'])}]" in text
+            assert within_and_caught(data) in text
             continue
         assert text.strip("| \n").startswith(f"[0](evidence/torch-2.14/{name}.json)")
         assert all(set(differing(row)) == {0} for row in data["rows"]), name
@@ -320,8 +324,7 @@ def test_the_readme_quotes_the_newer_stacks_speeds(prose, newer):
     assert "spread {:.0%} and {:.0%} over".format(*(bench["spread"] for bench in benches)) in prose
     assert ("medians were {:.2f} for DeepSeek-V4 and {:.2f} for Nemotron-H"
             .format(*(bench["ratio"] for bench in benches)) in prose)
-    kernels = [bench["kernels_us"]["off"] / bench["kernels_us"]["on"] for bench in benches]
-    assert "kernels' own ratios {:.2f} and {:.2f}".format(*kernels) in prose
+    assert "kernels' own ratios {:.2f} and {:.2f}".format(*map(kernels_ratio, benches)) in prose
     rows = {row["case"]: row for row in newer["contrast-deepseek-v4-tiny"]["rows"]}
     said = [rows[case]["differing_words"] for case in ("twice", "prefill-batched", "reversed")]
     assert "({:,}, {:,} and {:,} of 3,081)".format(*said) in prose and rows["twice"]["tokens"] == 3081

@@ -9,6 +9,7 @@ import types
 
 import numpy as np
 import pytest
+from written_module import written_module
 
 import torch
 
@@ -39,12 +40,7 @@ def scores(tokens, hidden, logits_of, count):
 
 @pytest.fixture
 def ops(tmp_path, monkeypatch):
-    (tmp_path / "planted_ops.py").write_text(PLANTED)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("planted_ops", None)
-    import planted_ops
-
-    return planted_ops
+    return written_module(tmp_path, monkeypatch, "planted_ops", PLANTED)
 
 
 class Layer(torch.nn.Module):
@@ -324,10 +320,7 @@ def double(x):
 @pytest.mark.parametrize("as_module", [True, False])
 def test_what_a_file_imports_is_timed_apart_from_what_it_does(as_module, tmp_path, monkeypatch):
     """A module's class is imported by loading it, a function's by its path: neither counts for the file's own time."""
-    (tmp_path / "slow_to_import.py").write_text(SLOW)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import slow_to_import
-
+    slow_to_import = written_module(tmp_path, monkeypatch, "slow_to_import", SLOW)
     call = {"path": None if as_module else "slow_to_import:double", "args": (torch.zeros(2, 4),), "kwargs": {},
             "rows": 2}
     pair = {"left": call | {"row": 0}, "right": call | {"row": 1}}
@@ -336,7 +329,6 @@ def test_what_a_file_imports_is_timed_apart_from_what_it_does(as_module, tmp_pat
     assert said["shown"], said
     assert said["import_seconds"] >= 1.5 and said["run_seconds"] < said["import_seconds"] <= said["seconds"], said
     assert "'slow_to_import'" in script.read_text()
-    sys.modules.pop("slow_to_import")
 
 
 def test_a_file_has_to_be_quick_with_its_imports():
@@ -353,7 +345,7 @@ def test_arguments_that_would_take_seconds_to_load_are_not_written(tmp_path, mon
     with pytest.raises((ValueError, RuntimeError)):
         repro.save(tmp_path, "r", "f", None, {"left": call, "right": call})
     assert not list(tmp_path.iterdir())
-    assert repro._plain(call["args"][0], {}) is call["args"][0]  # not copied first: a cache is too large
+    assert repro._plain(call["args"][0]) is call["args"][0]  # not copied first: a cache is too large
 
 
 PREPARED = """
@@ -365,17 +357,13 @@ def call_first():
 
 
 def test_the_file_begins_with_what_it_has_to_do_first(tmp_path, monkeypatch):
-    (tmp_path / "preparing.py").write_text(PREPARED)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import preparing  # noqa: F401 - as the engine has
-
+    written_module(tmp_path, monkeypatch, "preparing", PREPARED)  # imported, as the engine has
     call = {"path": "torch:neg", "args": (torch.zeros(1, 4),), "kwargs": {}, "rows": 1, "row": 0}
     script = write(tmp_path, "r", "f", None, {"left": call, "right": call}, env={"A_WORD": "seen"},
                    setup=("preparing:call_first",))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False,
                           env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0 and done.stdout.startswith("imported with seen\nprepared\n"), done.stdout + done.stderr
-    sys.modules.pop("preparing")
 
 
 @pytest.fixture

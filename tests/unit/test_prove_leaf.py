@@ -3,6 +3,7 @@ import sys
 import types
 
 import pytest
+from written_module import written_module
 
 import torch
 
@@ -29,12 +30,7 @@ ROWS = torch.randn(9, 8, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
-    (tmp_path / "leaf_kernels.py").write_text(KERNELS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("leaf_kernels", None)
-    import leaf_kernels
-
-    return leaf_kernels
+    return written_module(tmp_path, monkeypatch, "leaf_kernels", KERNELS)
 
 
 class Layer(torch.nn.Module):
@@ -223,10 +219,7 @@ library.impl("small", computed, "CPU")
 
 def test_an_operator_registered_in_python_is_named_by_its_function(tmp_path, monkeypatch):
     """A file that calls it through torch.ops would have to know which module registers it."""
-    (tmp_path / "leaf_registering.py").write_text(REGISTERING)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import leaf_registering  # noqa: F401 - registers the operator
-
+    written_module(tmp_path, monkeypatch, "leaf_registering", REGISTERING)
     layer = Layer(lambda x, weight: torch.ops.leaf_test.small(x, weight), matmul)
     with torch.inference_mode():
         found = leaf.pair(layer, *calls(layer))
